@@ -1,0 +1,20 @@
+"""What stops a run because of something the user can put right (no communication).
+
+`train.py` and the scripts print such an error as one message and exit with status 2; everything else that is raised
+exits with status 1 and keeps its traceback.
+"""
+
+
+class UsageError(ValueError):
+    """A setting, a file or a folder that the user gave cannot be used.
+
+    The message says what is wrong, where (the option's name), what was got, what was expected and how to fix it.
+    """
+
+
+class ConfigError(UsageError):
+    """An option is unknown, has the wrong type, or does not fit together with another one."""
+
+
+class DataFileError(UsageError):
+    """A data or tokenizer file is missing, damaged, foreign, or of another version."""
