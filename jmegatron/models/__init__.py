@@ -1,0 +1,1 @@
+"""Models built from the parallel layers: the transformer stack and GPT."""

@@ -1,0 +1,1 @@
+"""The order in which micro-batches pass through the model."""

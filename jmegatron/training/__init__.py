@@ -1,0 +1,1 @@
+"""The training program: state, step, loop, metrics, start-up."""
