@@ -38,7 +38,7 @@ class TokenContext:
     """Place of each sequence in the run's stream of samples (dropout key)."""
     token_index: Integer[Array, "seq"]
     """Place of each token in the whole sequence (dropout key)."""
-    rotary: Float[Array, "batch_or_1 seq half"] | None = None
+    rotary: Float[Array, "#batch seq half"] | None = None
     """Rotary angles, or None."""
     dropout_key: Key[Array, ""] | None = None
     """None: no dropout."""

@@ -12,6 +12,7 @@ The tree's shapes do not depend on the mesh (but for the vocabulary's padding, w
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,12 +75,14 @@ class GPTSettings:
 class Tokens:
     """One micro-batch of this rank. A pytree."""
 
-    tokens: Integer[Array, "batch seq"]
-    labels: Integer[Array, "batch seq"]
-    weights: Float[Array, "batch seq"]
-    """fp32 weight of each token's loss in the objective (0: does not count)."""
-    sample_ids: Integer[Array, "batch"]
-    """Place of each sequence in the run's stream of samples (dropout key)."""
+    tokens: Any
+    """Integer [batch, seq]. (A pytree's fields also hold specs and abstract arrays.)"""
+    labels: Any
+    """Integer [batch, seq]: the next token of each."""
+    weights: Any
+    """fp32 [batch, seq]: weight of each token's loss in the objective (0: does not count)."""
+    sample_ids: Any
+    """Unsigned [batch]: place of each sequence in the run's stream of samples (dropout key)."""
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------
@@ -157,7 +160,7 @@ def gpt_hidden(
     settings: GPTSettings,
     parallel: TensorParallel,
     *,
-    positions: Integer[Array, "batch_or_1 seq"] | None = None,
+    positions: Integer[Array, "#batch seq"] | None = None,
     dropout_key: Key[Array, ""] | None = None,
 ) -> Float[Array, "batch seq_local hidden"]:
     """Returns the normed states of the last layer, this rank's sequence shard under sequence parallelism.

@@ -28,7 +28,7 @@ def rotary_angles(
 
 def apply_rotary(
     x: Float[Array, "batch seq heads head_dim"],
-    angles: Float[Array, "batch seq half"],
+    angles: Float[Array, "#batch seq half"],
     *,
     interleaved: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Integer, Key
+from jaxtyping import Array, Key
 
 from jmegatron import partition
 from jmegatron.optimizer.adamw import state_shardings
@@ -19,8 +19,8 @@ from jmegatron.partition import Tree
 class TrainState:
     """Everything that a step reads and replaces. A pytree."""
 
-    step: Integer[Array, ""]
-    """Updates done."""
+    step: Any
+    """Updates done (int32 scalar)."""
     parameters: Tree
     """In the compute dtype."""
     master: Tree | None

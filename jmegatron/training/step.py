@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Integer, Key
+from jaxtyping import Array, Key
 
 from jmegatron import partition
 from jmegatron.collectives import sum_over, vary
@@ -43,10 +43,14 @@ Metrics = dict[str, Array]
 class Batch:
     """A global batch, micro-batch major: the layout in which the reference's sampler deals out samples. A pytree."""
 
-    tokens: Integer[Array, "num_microbatches batch seq"]
-    labels: Integer[Array, "num_microbatches batch seq"]
-    loss_mask: Float[Array, "num_microbatches batch seq"]
-    sample_ids: Integer[Array, "num_microbatches batch"]
+    tokens: Any
+    """Integer [num_microbatches, batch, seq]. (A pytree's fields also hold specs, shardings and abstract arrays.)"""
+    labels: Any
+    """Integer [num_microbatches, batch, seq]: the next token of each."""
+    loss_mask: Any
+    """fp32 [num_microbatches, batch, seq]: 1 where the token's loss counts."""
+    sample_ids: Any
+    """Unsigned [num_microbatches, batch]: place of each sequence in the run's stream of samples."""
 
 
 BATCH_SPECS = Batch(

@@ -1,0 +1,279 @@
+"""Command line -> option values as text; types are checked by `loading` (no communication).
+
+Every option of `sections` is a flag. Before argparse runs, the line is screened from left to right, so that the first
+flag that has no meaning here is the one that is named.
+
+Reference: `megatron/training/arguments.py`.
+"""
+
+import argparse
+import difflib
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from jmegatron.config.megatron_flags import ALIASES, IGNORED, MANY, UNSUPPORTED, UNSUPPORTED_FAMILIES, Alias, OtherFlag
+from jmegatron.config.options import Option, options, problem
+from jmegatron.config.sections import SECTIONS
+from jmegatron.errors import ConfigError
+
+
+class CommandLine(NamedTuple):
+    """What the command line says.
+
+    Attributes:
+        values: Option name -> text, list of texts, or bool.
+        fallbacks: Option name -> value that only replaces the default.
+        config_file: Path of the YAML file.
+        print_config: Whether to print the resolved config and stop.
+        ignored_flags: (flag, reason) of Megatron flags without effect.
+    """
+
+    values: dict[str, Any]
+    fallbacks: dict[str, Any]
+    config_file: str | None
+    print_config: bool
+    ignored_flags: tuple[tuple[str, str], ...]
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+    """Returns the values that the command line gives, in the words of the user.
+
+    Raises:
+        ConfigError: A flag is unknown, not supported, lacks its value, or contradicts another one.
+        SystemExit: `--help` was asked for and has been printed.
+    """
+    tokens, aliases, ignored = _screen(argv)
+    space, stray = _parser().parse_known_args(tokens)
+    if stray:
+        raise _stray_value(stray[0], tokens)
+    if len(space.config) > 1:
+        raise problem(
+            "--config is given more than once.",
+            where="--config",
+            got=" ".join(space.config),
+            expected="one YAML file",
+            fix="keep one file and give what differs as options",
+        )
+    values = {name: value for name, value in vars(space).items() if name in options()}
+    strong = [alias for alias in aliases if not alias.weak]
+    for alias in strong:
+        _apply_alias(alias, values, strong)
+    fallbacks = {alias.name: alias.value for alias in aliases if alias.weak}
+    return CommandLine(values, fallbacks, space.config[0] if space.config else None, space.print_config, ignored)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that resembles `word` most, `None` when none comes close."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def why_unsupported(flag: str) -> str | None:
+    """Returns why a known Megatron flag is refused, `None` for a flag that is not known."""
+    rows = {row.flag: row.reason for row in UNSUPPORTED}
+    families = [reason for beginning, reason in UNSUPPORTED_FAMILIES if flag.startswith(beginning)]
+    return rows.get(flag) or (families[0] if families else None)
+
+
+# --- screening ---------------------------------------------------------------------------------------------------
+
+
+def _screen(argv: Sequence[str]) -> tuple[list[str], list[Alias], tuple[tuple[str, str], ...]]:
+    """Takes aliases and flags without effect out of the line; stops at the first flag that means nothing here."""
+    known = _known_flags()
+    alias_of = {alias.flag: alias for alias in ALIASES}
+    ignored_of = {row.flag: row for row in IGNORED}
+    kept: list[str] = []
+    aliases: list[Alias] = []
+    ignored: dict[str, str] = {}
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        flag, has_value, _ = token.partition("=")
+        if flag in alias_of:
+            _refuse_value(flag, token, has_value)
+            aliases.append(alias_of[flag])
+        elif flag in ignored_of:
+            _drop_values(ignored_of[flag], rest, bool(has_value))
+            ignored[flag] = ignored_of[flag].reason
+        elif flag in known:
+            kept.append(_with_value(known[flag], flag, token, rest))
+        elif token.startswith("-") and token != "-h" and not _is_number(token):
+            raise _unknown_flag(flag)
+        else:
+            kept.append(token)
+    return kept, aliases, tuple(ignored.items())
+
+
+def _known_flags() -> dict[str, Option | None]:
+    """Returns flag -> option for everything that argparse will accept; `None` for flags that are no options."""
+    flags: dict[str, Option | None] = {"--help": None, "--print-config": None, "--config": None}
+    for option in options().values():
+        flags[option.flag] = option
+        if option.negation:
+            flags[option.negation] = option
+    return flags
+
+
+def _with_value(option: Option | None, flag: str, token: str, rest: list[str]) -> str:
+    """Returns the token, joined with a value that argparse would take for a flag, such as -1e-5."""
+    takes_value = flag == "--config" if option is None else option.kind is not bool
+    if not takes_value:
+        _refuse_value(flag, token, "=" in token)
+        return token
+    if "=" in token:
+        return token
+    if not rest or (rest[0].startswith("-") and not _is_number(rest[0])):
+        raise problem(
+            f"{flag} needs a value.",
+            where=flag,
+            got=f"{rest[0]!r} right after it" if rest else "nothing after it",
+            expected=option.expected if option else "the path of a YAML file",
+            fix=f"write {flag} VALUE, or {flag}=VALUE for a value that starts with a dash",
+        )
+    return f"{token}={rest.pop(0)}" if rest[0].startswith("-") else token
+
+
+def _refuse_value(flag: str, token: str, has_value: object) -> None:
+    """Stops at --switch=value."""
+    if has_value:
+        raise _switch_with_value(flag, token.partition("=")[2])
+
+
+def _switch_with_value(flag: str, value: str) -> ConfigError:
+    """Returns the error for a value given to a flag that takes none."""
+    option = _known_flags().get(flag)
+    fix = f"write {flag} alone"
+    if option is not None:
+        fix = f"write {option.flag} for true, {option.negation} for false"
+    return problem(f"{flag} takes no value.", where=flag, got=repr(value), expected="nothing after it", fix=fix)
+
+
+def _drop_values(row: OtherFlag, rest: list[str], has_value: bool) -> None:
+    """Removes the values of a flag without effect."""
+    wanted = len(rest) if row.values == MANY else row.values - has_value
+    while wanted > 0 and rest and not rest[0].startswith("--"):
+        rest.pop(0)
+        wanted -= 1
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _unknown_flag(flag: str) -> ConfigError:
+    """Returns the error for a flag that is refused or unknown."""
+    reason = why_unsupported(flag)
+    if reason is not None:
+        return problem(
+            f"{flag} is a Megatron-LM flag that is not supported here.",
+            where=flag,
+            got=flag,
+            expected=f"a supported option: {reason}",
+            fix=f"remove {flag}; configs/README.md lists what is supported",
+        )
+    close = nearest(flag, [*_known_flags(), *(alias.flag for alias in ALIASES), *(row.flag for row in IGNORED)])
+    return problem(
+        f"Unknown option {flag}.",
+        where="command line",
+        got=flag,
+        expected="an option that --help lists",
+        fix=f"did you mean {close}?" if close else "run with --help for the list of options",
+    )
+
+
+def _stray_value(value: str, tokens: list[str]) -> ConfigError:
+    """Returns the error for an argument that belongs to no option."""
+    before = tokens[tokens.index(value) - 1] if value in tokens[1:] else ""
+    option = _known_flags().get(before)
+    if option is not None and option.kind is bool:
+        return _switch_with_value(before, value)
+    return problem(
+        f"The argument {value!r} belongs to no option.",
+        where="command line" + (f", after {before}" if before else ""),
+        got=repr(value),
+        expected="--option value pairs",
+        fix="put --config in front of a YAML file, quote values that contain spaces",
+    )
+
+
+def _apply_alias(alias: Alias, values: dict[str, Any], aliases: list[Alias]) -> None:
+    """Writes an alias's value, unless it contradicts what the line says elsewhere."""
+    given = values.get(alias.name, alias.value)
+    if given != alias.value:
+        flags = [other.flag for other in aliases if other.name == alias.name]
+        raise problem(
+            f"{alias.flag} contradicts another option.",
+            where=(alias.name,),
+            got=f"{' '.join(flags)} and {options()[alias.name].flag} {given}",
+            expected=f"one value; {alias.flag} means {options()[alias.name].flag} {alias.value}",
+            fix="keep one of them",
+        )
+    values[alias.name] = alias.value
+
+
+# --- argparse ----------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise problem(
+            "The command line cannot be read.",
+            where="command line",
+            got=message,
+            expected="--option value pairs",
+            fix="run with --help for the list of options",
+        )
+
+
+def _parser() -> _Parser:
+    """Returns the parser: one group per section, no defaults, so that only what was given comes back."""
+    parser = _Parser(
+        prog="train.py",
+        usage="%(prog)s [--config FILE] [--option value ...]",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Trains a model. Precedence: defaults, then the YAML file, then the command line.",
+        epilog=(
+            "`--option null` takes a value of the YAML file back.\n"
+            "A Megatron-LM launch line can be pasted; configs/README.md lists the flags without effect."
+        ),
+    )
+    general = parser.add_argument_group("general")
+    general.add_argument(
+        "--config", metavar="FILE", action="append", default=[], help="YAML file with the sections below"
+    )
+    general.add_argument(
+        "--print-config", action="store_true", default=False, help="print the resolved config as YAML and exit"
+    )
+    for section, cls in SECTIONS.items():
+        group = parser.add_argument_group(section, textwrap.shorten(cls.__doc__ or "", 100))
+        for option in options().values():
+            if option.section == section:
+                _add_option(group, option)
+    return parser
+
+
+def _add_option(group: Any, option: Option) -> None:
+    """Adds one option to its group of the help."""
+    default = option.default_text
+    text = f"{option.help} ({default if default == 'required' else 'default: ' + default})".replace("%", "%%")
+    if option.kind is bool:
+        group.add_argument(option.flag, dest=option.name, action="store_true", help=text)
+        group.add_argument(option.negation, dest=option.name, action="store_false", help=f"Undo {option.flag}.")
+        return
+    group.add_argument(
+        option.flag,
+        dest=option.name,
+        nargs="+" if option.is_list else None,
+        metavar="{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper(),
+        help=text,
+    )

@@ -1,0 +1,274 @@
+"""defaults < YAML < command line -> a checked, resolved `Config`; and back to YAML (no communication).
+
+OmegaConf reads the YAML (duplicate keys and tags are refused, 1e-4 is a number) and converts values to the types of the
+dataclasses; nothing of it is left in the result. Interpolation is refused: a config says what it means, whatever the
+environment.
+
+Reference: `megatron/training/yaml_arguments.py`, `arguments.py`.
+"""
+
+import dataclasses
+import io
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from jmegatron.config.command_line import CommandLine, nearest, parse_command_line, why_unsupported
+from jmegatron.config.megatron_flags import ALIASES, IGNORED
+from jmegatron.config.options import Option, flag_of, options, problem
+from jmegatron.config.resolution import resolve
+from jmegatron.config.sections import SECTIONS, Config
+from jmegatron.config.validation import validate
+from jmegatron.errors import ConfigError, UsageError
+
+Values = Mapping[str, Any]
+
+
+def parse_or_exit(argv: Sequence[str]) -> Config:
+    """Returns the config of a command line, or ends the process as the command-line contract says.
+
+    Raises:
+        SystemExit: 2 after one message on standard error for a wrong command line or config; 0 after `--help` and
+            `--print-config`.
+    """
+    try:
+        line = parse_command_line(argv)
+        config = _load(line)
+    except UsageError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if line.print_config:
+        print(to_yaml(config), end="")
+        raise SystemExit(0)
+    return config
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """Returns the validated config of a command line, resolved as far as it can be without tokenizer and devices.
+
+    Args:
+        argv: The arguments after the program's name, `--config FILE` among them or not.
+
+    Raises:
+        ConfigError: An option is unknown, has the wrong type, or does not fit together with another one.
+        SystemExit: `--help` was asked for.
+    """
+    return _load(parse_command_line(argv))
+
+
+def _load(line: CommandLine) -> Config:
+    """Merges, checks and resolves."""
+    from_file = _read_file(line.config_file) if line.config_file is not None else {}
+    config = _build(
+        (line.fallbacks, lambda option: option.flag),
+        (from_file, lambda option: f"{line.config_file}, key {option.section}.{option.name}"),
+        (_without_null(line.values), lambda option: option.flag),
+    )
+    validate(config)
+    _check_no_position_embedding(config, dict(line.ignored_flags))
+    return dataclasses.replace(resolve(config), ignored_flags=line.ignored_flags)
+
+
+def config_from_yaml(text: str, where: str = "YAML text") -> Config:
+    """Returns the validated, resolved config that `to_yaml` wrote, for instance into a checkpoint.
+
+    Args:
+        text: The YAML.
+        where: What to call it in messages.
+
+    Raises:
+        ConfigError: As `load_config`.
+    """
+    values = _checked_keys(_read_yaml(text, where), where)
+    config = _build((values, lambda option: f"{where}, key {option.section}.{option.name}"))
+    validate(config)
+    return resolve(config)
+
+
+def to_yaml(config: Config) -> str:
+    """Returns the config as YAML with all options of all sections; `config_from_yaml` is its inverse."""
+    sections = {
+        section: {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in dataclasses.asdict(getattr(config, section)).items()
+        }
+        for section in SECTIONS
+    }
+    return OmegaConf.to_yaml(OmegaConf.create(sections))
+
+
+# --- YAML --------------------------------------------------------------------------------------------------------
+
+
+def _read_file(path: str) -> Values:
+    """Returns option name -> value of a YAML file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise problem(
+            "The config file cannot be read.",
+            where=f"--config {path}",
+            got=getattr(error, "strerror", None) or str(error),
+            expected="a readable YAML file",
+            fix="check the path; configs/ holds examples",
+        ) from None
+    return _checked_keys(_read_yaml(text, path), path)
+
+
+def _read_yaml(text: str, where: str) -> Mapping[Any, Any]:
+    """Returns the mapping that a YAML text holds, without looking at its keys."""
+    try:
+        loaded = OmegaConf.load(io.StringIO(text))
+    except yaml.YAMLError as error:
+        raise _bad_yaml(where, str(error)) from None
+    except (OSError, OmegaConfBaseException, ValueError) as error:
+        # A lone scalar, or an interpolation that does not even parse.
+        raise _bad_yaml(where, str(error)) from None
+    content = OmegaConf.to_container(loaded, resolve=False)
+    if not isinstance(content, dict):
+        raise _bad_yaml(where, f"a {type(content).__name__}")
+    return content
+
+
+def _bad_yaml(where: str, got: str) -> ConfigError:
+    return problem(
+        "The config is not plain YAML of sections.",
+        where=where,
+        got=" ".join(got.split()),
+        expected="sections such as `model:` with `option: value` lines, each key once, no tags, no ${...}",
+        fix="correct the place that is named; configs/ holds examples",
+    )
+
+
+def _checked_keys(content: Mapping[Any, Any], where: str) -> Values:
+    """Returns option name -> value after checking that every key stands where it belongs."""
+    values: dict[str, Any] = {}
+    for section, entries in content.items():
+        if section not in SECTIONS:
+            raise _unknown_key(str(section), None, where)
+        if entries is None:
+            continue
+        if not isinstance(entries, dict):
+            raise _bad_yaml(f"{where}, section {section}", repr(entries))
+        for key, value in entries.items():
+            if key not in options() or options()[key].section != section:
+                raise _unknown_key(str(key), section, where)
+            values[key] = value
+    return values
+
+
+def _unknown_key(key: str, section: str | None, where: str) -> ConfigError:
+    """Returns the error for a key that is unknown or stands in the wrong section."""
+    return problem(
+        f"Unknown {'section' if section is None else 'key'} {key!r}.",
+        where=f"{where}, " + ("top level" if section is None else f"section {section}"),
+        got=key,
+        expected=f"one of the sections {', '.join(SECTIONS)}" if section is None else f"an option of {section}",
+        fix=_key_hint(key, section),
+    )
+
+
+def _key_hint(key: str, section: str | None) -> str:
+    """Says what a key was probably meant to be."""
+    if key in options():
+        return f"{key} belongs in section {options()[key].section}"
+    flag = flag_of(key)
+    for alias in ALIASES:
+        if flag == alias.flag:
+            return f"write {alias.name}: {alias.value} in section {options()[alias.name].section}"
+    for row in IGNORED:
+        if flag == row.flag:
+            return f"remove it, it has no effect here: {row.reason}"
+    reason = why_unsupported(flag)
+    if reason is not None:
+        return f"remove it, it is not supported here: {reason}"
+    close = nearest(key, SECTIONS if section is None else options())
+    if close is None:
+        return "configs/README.md lists all options"
+    return (
+        f"did you mean {close}?" if close in SECTIONS else f"did you mean {close} (section {options()[close].section})?"
+    )
+
+
+# --- types -------------------------------------------------------------------------------------------------------
+
+
+def _build(*layers: tuple[Values, Callable[[Option], str]]) -> Config:
+    """Returns the config that the layers give, later ones winning; each layer says where its values stand."""
+    nodes = {section: OmegaConf.structured(cls) for section, cls in SECTIONS.items()}
+    for node in nodes.values():
+        # OmegaConf locks what stems from a frozen dataclass; the merged result is frozen again below.
+        OmegaConf.set_readonly(node, False)
+    for values, place in layers:
+        for name, value in values.items():
+            option = options()[name]
+            _set(nodes[option.section], option, value, place(option))
+    missing = [name for name, option in options().items() if OmegaConf.is_missing(nodes[option.section], name)]
+    if missing:
+        raise problem(
+            "Required options are missing.",
+            where=missing,
+            got="no value",
+            expected="a value for each of them",
+            fix="give them in the YAML file or as " + " ".join(f"{flag_of(name)} VALUE" for name in missing),
+        )
+    built: dict[str, Any] = {section: OmegaConf.to_object(node) for section, node in nodes.items()}
+    return Config(**built)
+
+
+def _set(node: Any, option: Option, value: Any, where: str) -> None:
+    """Assigns one value, converted to the option's type."""
+    if option.is_list and isinstance(value, str):
+        value = [value]
+    elements = value if isinstance(value, list) else [value]
+    if any(isinstance(element, str) and ("${" in element or element == "???") for element in elements):
+        raise problem(
+            "Interpolation is not allowed in a config.",
+            where=where,
+            got=repr(value),
+            expected="a plain value, neither ${...} nor ???",
+            fix="write the value itself",
+        )
+    # OmegaConf would turn the number 2 into true, and a bool into the string "True".
+    is_bool = any(isinstance(element, bool) for element in elements)
+    if is_bool != (option.kind is bool) and (is_bool or not isinstance(value, str)):
+        raise _wrong_type(option, value, where)
+    try:
+        OmegaConf.update(node, option.name, value, merge=False)
+    except (OmegaConfBaseException, OverflowError):
+        raise _wrong_type(option, value, where) from None
+
+
+def _wrong_type(option: Option, value: Any, where: str) -> ConfigError:
+    return problem(
+        f"{option.name} has a value of the wrong type.",
+        where=where,
+        got=repr(value),
+        expected=option.expected,
+        fix=f"write {option.expected}" + (", or leave it out" if option.default_text != "required" else ""),
+    )
+
+
+def _without_null(values: Values) -> Values:
+    """Turns the word null into no value where an option allows that."""
+    return {
+        name: None if options()[name].optional and value in ("null", "None") else value
+        for name, value in values.items()
+    }
+
+
+def _check_no_position_embedding(config: Config, ignored: Mapping[str, str]) -> None:
+    """The old flag means nothing beside rope, and contradicts a learned table."""
+    if "--no-position-embedding" in ignored and config.model.position_embedding_type == "learned_absolute":
+        raise problem(
+            "--no-position-embedding contradicts the learned positions.",
+            where=("position_embedding_type",),
+            got="--no-position-embedding and learned_absolute",
+            expected="rope or none beside --no-position-embedding",
+            fix="write --position-embedding-type none (or rope) instead",
+        )

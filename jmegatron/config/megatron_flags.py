@@ -1,0 +1,310 @@
+"""Megatron-LM flags that are no options here: aliases, flags without effect, unsupported ones (no communication).
+
+A launch line of the reference can be pasted: a flag stands either in `sections` or in one of these tables, or it is
+unknown. To support a flag, delete its row in `UNSUPPORTED` and add a field.
+
+Reference: `megatron/training/arguments.py`.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Alias(NamedTuple):
+    """A flag that sets another option to a fixed value."""
+
+    flag: str
+    name: str
+    value: Any
+    # A weak alias only replaces the default: a YAML file and any other flag win.
+    weak: bool = False
+
+
+class OtherFlag(NamedTuple):
+    """A flag that is recognised without being an option.
+
+    Attributes:
+        flag: Its spelling.
+        values: How many values may follow it; `MANY` for any number.
+        reason: Why it has no effect, or why it is refused.
+    """
+
+    flag: str
+    values: int
+    reason: str
+
+
+MANY = -1
+
+ALIASES = (
+    Alias("--swiglu", "activation", "swiglu"),
+    Alias("--squared-relu", "activation", "squared_relu"),
+    Alias("--openai-gelu", "activation", "gelu_tanh"),
+    # Without its fusion the reference computes the exact GELU; gated activations do not care.
+    Alias("--no-bias-gelu-fusion", "activation", "gelu_erf", weak=True),
+    Alias("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
+)
+
+_ONE_MODEL = "there is one implementation of the model"
+_XLA_FUSES = "XLA decides what to fuse"
+_XLA_COMM = "XLA and JAX choose how devices communicate"
+_FP32 = "always on"
+_ORBAX = "checkpoints are written by Orbax"
+_LOGGED = "always in the log line and the metrics file"
+_TORCH = "speaks of PyTorch's runtime, which is not used"
+
+IGNORED = (
+    OtherFlag("--use-mcore-models", 0, _ONE_MODEL),
+    OtherFlag("--use-legacy-models", 0, _ONE_MODEL),
+    OtherFlag("--transformer-impl", 1, _ONE_MODEL),
+    OtherFlag("--use-flash-attn", 0, "--attention-backend chooses the kernel"),
+    OtherFlag("--attention-softmax-in-fp32", 0, _FP32),
+    OtherFlag("--accumulate-allreduce-grads-in-fp32", 0, _FP32),
+    OtherFlag("--apply-query-key-layer-scaling", 0, "it cancels out of a softmax in float32"),
+    OtherFlag("--no-query-key-layer-scaling", 0, "it is never applied"),
+    OtherFlag("--no-masked-softmax-fusion", 0, _XLA_FUSES),
+    OtherFlag("--no-bias-swiglu-fusion", 0, _XLA_FUSES),
+    OtherFlag("--no-bias-dropout-fusion", 0, _XLA_FUSES),
+    OtherFlag("--no-rope-fusion", 0, _XLA_FUSES),
+    OtherFlag("--no-persist-layer-norm", 0, _XLA_FUSES),
+    OtherFlag("--no-gradient-accumulation-fusion", 0, _XLA_FUSES),
+    OtherFlag("--cross-entropy-loss-fusion", 0, "the loss never gathers logits anyway"),
+    OtherFlag("--cross-entropy-fusion-impl", 1, "the loss never gathers logits anyway"),
+    OtherFlag("--no-async-tensor-model-parallel-allreduce", 0, _XLA_COMM),
+    OtherFlag("--distributed-backend", 1, _XLA_COMM),
+    OtherFlag("--use-ring-exchange-p2p", 0, _XLA_COMM),
+    OtherFlag("--nccl-communicator-config-path", 1, _XLA_COMM),
+    OtherFlag("--ddp-bucket-size", 1, _XLA_COMM),
+    OtherFlag("--no-contiguous-buffers-in-local-ddp", 0, _XLA_COMM),
+    OtherFlag("--no-scatter-gather-tensors-in-pipeline", 0, _XLA_COMM),
+    OtherFlag("--ddp-num-buckets", 1, _XLA_COMM),
+    OtherFlag("--ddp-pad-buckets-for-high-nccl-busbw", 0, _XLA_COMM),
+    OtherFlag("--ddp-average-in-collective", 0, _XLA_COMM),
+    OtherFlag("--no-gradient-reduce-div-fusion", 0, _XLA_FUSES),
+    OtherFlag("--no-overlap-p2p-communication", 0, _XLA_COMM),
+    OtherFlag("--no-align-param-gather", 0, _XLA_COMM),
+    OtherFlag("--use-nccl-ub", 0, _XLA_COMM),
+    OtherFlag("--local-rank", 1, "JAX finds out which process it is"),
+    OtherFlag("--lazy-mpu-init", 1, _TORCH),
+    OtherFlag("--use-cpu-initialization", 0, "initial weights never depend on the layout"),
+    OtherFlag("--empty-unused-memory-level", 1, _TORCH),
+    OtherFlag("--manual-gc", 0, _TORCH),
+    OtherFlag("--manual-gc-interval", 1, _TORCH),
+    OtherFlag("--no-manual-gc-eval", 0, _TORCH),
+    OtherFlag("--disable-jit-fuser", 0, _TORCH),
+    OtherFlag("--ckpt-format", 1, _ORBAX),
+    OtherFlag("--dist-ckpt-format", 1, _ORBAX),
+    OtherFlag("--use-dist-ckpt", 0, _ORBAX),
+    OtherFlag("--auto-detect-ckpt-format", 0, _ORBAX),
+    OtherFlag("--ckpt-fully-parallel-save", 0, _ORBAX),
+    OtherFlag("--ckpt-fully-parallel-load", 0, _ORBAX),
+    OtherFlag("--ckpt-assume-constant-structure", 0, _ORBAX),
+    OtherFlag("--dataloader-type", 1, "samples come in the order of the reference's `single` type"),
+    OtherFlag("--num-workers", 1, "batches are cut from memory-mapped files by the training process"),
+    OtherFlag("--num-dataset-builder-threads", 1, "index files are built by one vectorised pass"),
+    OtherFlag("--no-mmap-bin-files", 0, "files are always memory-mapped"),
+    OtherFlag("--no-create-attention-mask-in-dataloader", 0, "the causal mask is never stored"),
+    OtherFlag("--create-attention-mask-in-dataloader", 0, "the causal mask is never stored"),
+    OtherFlag("--no-position-embedding", 0, "--position-embedding-type alone decides"),
+    OtherFlag("--log-throughput", 0, _LOGGED),
+    OtherFlag("--log-progress", 0, _LOGGED),
+    OtherFlag("--log-learning-rate-to-tensorboard", 0, _LOGGED),
+    OtherFlag("--log-loss-scale-to-tensorboard", 0, _LOGGED),
+    OtherFlag("--log-batch-size-to-tensorboard", 0, _LOGGED),
+    OtherFlag("--log-validation-ppl-to-tensorboard", 0, _LOGGED),
+    OtherFlag("--tensorboard-log-interval", 1, "--log-interval decides"),
+    OtherFlag("--tensorboard-queue-size", 1, "every log line is written at once"),
+    OtherFlag("--timing-log-level", 1, "one program per step has no inner timers; --profile shows them"),
+    OtherFlag("--timing-log-option", 1, "one program per step has no inner timers; --profile shows them"),
+    OtherFlag("--log-timers-to-tensorboard", 0, "one program per step has no inner timers; --profile shows them"),
+    OtherFlag("--barrier-with-L1-time", 0, "one program per step has no inner timers"),
+    OtherFlag("--no-barrier-with-level-1-timing", 0, "one program per step has no inner timers"),
+    OtherFlag("--no-one-logger", 0, "there is no such logger"),
+    OtherFlag("--use-pytorch-profiler", 0, "--profile records a JAX trace"),
+    OtherFlag("--no-check-for-nan-in-loss-and-grad", 0, "nothing is checked yet"),
+)
+
+_PIPELINE = "pipeline parallelism is not implemented yet"
+_CONTEXT = "context parallelism is not implemented yet"
+_EXPERTS = "mixture of experts is not implemented yet"
+_SHARDED = "sharded optimizer state is not implemented yet"
+_FP16 = "float16 and loss scaling are not implemented yet; use --bf16"
+_FP8 = "8-bit arithmetic is not implemented"
+_RECOMPUTE = "recomputation of activations is not implemented yet"
+_SCHEDULE = "only linear, cosine and constant schedules counted in iterations are implemented so far"
+_DATA = "only one data set, --data-path PREFIX, is implemented so far"
+_TOKENIZER = "only ByteTokenizer and HuggingFaceTokenizer are implemented so far"
+_MASKS = "masks and positions that restart at document ends are not implemented yet"
+_CHECKPOINT = "so far a checkpoint is always saved and restored whole"
+_RESILIENCE = "this check is not implemented yet"
+_PLANNER = "the dry run is not implemented yet"
+_LOG = "this figure is not logged yet"
+_ATTENTION = "only plain and grouped-query attention are implemented"
+
+UNSUPPORTED = (
+    OtherFlag("--fp16", 0, _FP16),
+    OtherFlag("--loss-scale", 1, _FP16),
+    OtherFlag("--initial-loss-scale", 1, _FP16),
+    OtherFlag("--min-loss-scale", 1, _FP16),
+    OtherFlag("--loss-scale-window", 1, _FP16),
+    OtherFlag("--hysteresis", 1, _FP16),
+    OtherFlag("--fp8-format", 1, _FP8),
+    OtherFlag("--fp8-recipe", 1, _FP8),
+    OtherFlag("--fp8-margin", 1, _FP8),
+    OtherFlag("--fp8-param-gather", 0, _FP8),
+    OtherFlag("--fp4-format", 1, _FP8),
+    OtherFlag("--use-distributed-optimizer", 0, _SHARDED),
+    OtherFlag("--overlap-grad-reduce", 0, _SHARDED),
+    OtherFlag("--overlap-param-gather", 0, _SHARDED),
+    OtherFlag("--use-precision-aware-optimizer", 0, _SHARDED),
+    OtherFlag("--use-torch-fsdp2", 0, _SHARDED),
+    OtherFlag("--use-megatron-fsdp", 0, _SHARDED),
+    OtherFlag("--num-distributed-optimizer-instances", 1, _SHARDED),
+    OtherFlag("--overlap-param-gather-with-optimizer-step", 0, _SHARDED),
+    OtherFlag("--main-grads-dtype", 1, _SHARDED),
+    OtherFlag("--main-params-dtype", 1, _SHARDED),
+    OtherFlag("--exp-avg-dtype", 1, _SHARDED),
+    OtherFlag("--exp-avg-sq-dtype", 1, _SHARDED),
+    OtherFlag("--grad-reduce-in-bf16", 0, "gradients are summed in float32"),
+    OtherFlag("--fp16-lm-cross-entropy", 0, "the loss is computed in float32"),
+    OtherFlag("--data-parallel-sharding-strategy", 1, _SHARDED),
+    OtherFlag("--optimizer-cpu-offload", 0, _SHARDED),
+    OtherFlag("--recompute-activations", 0, _RECOMPUTE),
+    OtherFlag("--recompute-granularity", 1, _RECOMPUTE),
+    OtherFlag("--recompute-method", 1, _RECOMPUTE),
+    OtherFlag("--recompute-num-layers", 1, _RECOMPUTE),
+    OtherFlag("--recompute-modules", MANY, _RECOMPUTE),
+    OtherFlag("--distribute-saved-activations", 0, _RECOMPUTE),
+    OtherFlag("--num-layers-per-virtual-pipeline-stage", 1, _PIPELINE),
+    OtherFlag("--num-virtual-stages-per-pipeline-rank", 1, _PIPELINE),
+    OtherFlag("--pipeline-model-parallel-layout", 1, _PIPELINE),
+    OtherFlag("--decoder-first-pipeline-num-layers", 1, _PIPELINE),
+    OtherFlag("--decoder-last-pipeline-num-layers", 1, _PIPELINE),
+    OtherFlag("--microbatch-group-size-per-virtual-pipeline-stage", 1, _PIPELINE),
+    OtherFlag("--account-for-embedding-in-pipeline-split", 0, _PIPELINE),
+    OtherFlag("--account-for-loss-in-pipeline-split", 0, _PIPELINE),
+    OtherFlag("--cp-comm-type", MANY, _CONTEXT),
+    OtherFlag("--hierarchical-context-parallel-sizes", MANY, _CONTEXT),
+    OtherFlag("--num-experts", 1, _EXPERTS),
+    OtherFlag("--expert-tensor-parallel-size", 1, _EXPERTS),
+    OtherFlag("--moe-router-topk", 1, _EXPERTS),
+    OtherFlag("--moe-router-load-balancing-type", MANY, _EXPERTS),
+    OtherFlag("--moe-router-pre-softmax", 0, _EXPERTS),
+    OtherFlag("--moe-router-score-function", 1, _EXPERTS),
+    OtherFlag("--moe-router-dtype", 1, _EXPERTS),
+    OtherFlag("--moe-aux-loss-coeff", MANY, _EXPERTS),
+    OtherFlag("--moe-z-loss-coeff", 1, _EXPERTS),
+    OtherFlag("--moe-ffn-hidden-size", 1, _EXPERTS),
+    OtherFlag("--moe-shared-expert-intermediate-size", 1, _EXPERTS),
+    OtherFlag("--moe-layer-freq", 1, _EXPERTS),
+    OtherFlag("--moe-token-dispatcher-type", 1, _EXPERTS),
+    OtherFlag("--moe-grouped-gemm", 0, _EXPERTS),
+    OtherFlag("--moe-permute-fusion", 0, _EXPERTS),
+    OtherFlag("--moe-expert-capacity-factor", 1, _EXPERTS),
+    OtherFlag("--moe-pad-expert-input-to-capacity", 0, _EXPERTS),
+    OtherFlag("--multi-latent-attention", 0, _ATTENTION),
+    OtherFlag("--window-size", 1, _ATTENTION),
+    OtherFlag("--kv-lora-rank", 1, _ATTENTION),
+    OtherFlag("--q-lora-rank", 1, _ATTENTION),
+    OtherFlag("--hybrid-layer-pattern", 1, "all layers are transformer layers"),
+    OtherFlag("--spec", MANY, "there is one implementation of a layer"),
+    OtherFlag("--no-rope-freq", 1, "every layer rotates"),
+    OtherFlag("--mtp-num-layers", 1, "multi-token prediction is not implemented yet"),
+    OtherFlag("--use-rope-scaling", 0, "scaled rotary frequencies are not implemented yet"),
+    OtherFlag("--rope-scaling-factor", 1, "scaled rotary frequencies are not implemented yet"),
+    OtherFlag("--quick-geglu", 0, "a gate of quick GELU is not among the activations; see --activation"),
+    OtherFlag("--apply-residual-connection-post-layernorm", 0, "only layers with the norm before are implemented"),
+    OtherFlag("--fp32-residual-connection", 0, "the residual stream has the compute dtype"),
+    OtherFlag("--init-method-xavier-uniform", 0, "initial weights are normally distributed"),
+    OtherFlag("--yaml-cfg", 1, "--config FILE reads YAML, with the sections that configs/README.md shows"),
+    OtherFlag("--apply-wd-to-qk-layernorm", 0, "norms are exempt from weight decay"),
+    OtherFlag("--embedding-init-method-std", 1, "--init-method-std serves all weights"),
+    OtherFlag("--rampup-batch-size", 3, "the reference ignores it nowadays; the global batch size is constant here"),
+    OtherFlag("--step-batch-size-schedule", 1, "the global batch size is constant"),
+    OtherFlag("--decrease-batch-size-if-needed", 0, "the global batch size is constant"),
+    OtherFlag("--train-samples", 1, _SCHEDULE + "; use --train-iters"),
+    OtherFlag("--lr-decay-samples", 1, _SCHEDULE + "; use --lr-decay-iters"),
+    OtherFlag("--lr-warmup-samples", 1, _SCHEDULE + "; use --lr-warmup-iters"),
+    OtherFlag("--lr-wsd-decay-style", 1, _SCHEDULE),
+    OtherFlag("--lr-wsd-decay-iters", 1, _SCHEDULE),
+    OtherFlag("--lr-wsd-decay-samples", 1, _SCHEDULE),
+    OtherFlag("--start-weight-decay", 1, "weight decay is constant so far"),
+    OtherFlag("--end-weight-decay", 1, "weight decay is constant so far"),
+    OtherFlag("--weight-decay-incr-style", 1, "weight decay is constant so far"),
+    OtherFlag("--decoupled-lr", 1, "all parameters share one learning rate so far"),
+    OtherFlag("--decoupled-min-lr", 1, "all parameters share one learning rate so far"),
+    OtherFlag("--sgd-momentum", 1, "adam is the only optimizer so far"),
+    OtherFlag("--train-data-path", MANY, _DATA),
+    OtherFlag("--valid-data-path", MANY, _DATA),
+    OtherFlag("--test-data-path", MANY, _DATA),
+    OtherFlag("--data-args-path", 1, _DATA),
+    OtherFlag("--per-split-data-args-path", 1, _DATA),
+    OtherFlag("--sft", 0, _DATA),
+    OtherFlag("--vocab-file", 1, _TOKENIZER),
+    OtherFlag("--merge-file", 1, _TOKENIZER),
+    OtherFlag("--tiktoken-pattern", 1, _TOKENIZER),
+    OtherFlag("--reset-position-ids", 0, _MASKS),
+    OtherFlag("--reset-attention-mask", 0, _MASKS),
+    OtherFlag("--no-load-optim", 0, _CHECKPOINT),
+    OtherFlag("--no-load-rng", 0, _CHECKPOINT),
+    OtherFlag("--no-save-optim", 0, _CHECKPOINT),
+    OtherFlag("--no-save-rng", 0, _CHECKPOINT),
+    OtherFlag("--finetune", 0, _CHECKPOINT),
+    OtherFlag("--ckpt-step", 1, _CHECKPOINT),
+    OtherFlag("--use-checkpoint-args", 0, _CHECKPOINT),
+    OtherFlag("--async-save", 0, _CHECKPOINT),
+    OtherFlag("--save-retain-interval", 1, _CHECKPOINT),
+    OtherFlag("--non-persistent-save-interval", 1, _CHECKPOINT),
+    OtherFlag("--pretrained-checkpoint", 1, _CHECKPOINT),
+    OtherFlag("--exit-on-missing-checkpoint", 0, _CHECKPOINT),
+    OtherFlag("--use-checkpoint-opt_param-scheduler", 0, _CHECKPOINT),
+    OtherFlag("--override-opt_param-scheduler", 0, _CHECKPOINT),
+    OtherFlag("--override-opt-param-scheduler", 0, _CHECKPOINT),
+    OtherFlag("--skip-train", 0, "evaluation alone is not implemented"),
+    OtherFlag("--exit-duration-in-mins", 1, "--exit-interval and --train-iters end a run so far"),
+    OtherFlag("--exit-signal-handler", 0, _RESILIENCE),
+    OtherFlag("--check-for-nan-in-loss-and-grad", 0, _RESILIENCE),
+    OtherFlag("--check-weight-hash-across-dp-replicas-interval", 1, _RESILIENCE),
+    OtherFlag("--log-straggler", 0, _RESILIENCE),
+    OtherFlag("--log-params-norm", 0, _LOG),
+    OtherFlag("--log-num-zeros-in-grad", 0, _LOG),
+    OtherFlag("--log-memory-to-tensorboard", 0, _LOG),
+    OtherFlag("--profile-ranks", MANY, "the trace is that of the first process so far"),
+    OtherFlag("--dry-run", 0, _PLANNER),
+    OtherFlag("--target-gpu", 1, _PLANNER),
+    OtherFlag("--num-gpus", 1, _PLANNER),
+    OtherFlag("--gpus-per-node", 1, _PLANNER),
+    OtherFlag("--auto-parallel", 0, _PLANNER),
+    OtherFlag("--tp-comm-overlap", 0, "overlap of tensor-parallel communication is not implemented yet"),
+    OtherFlag("--deterministic-mode", 0, "not implemented; XLA_FLAGS=--xla_gpu_deterministic_ops=true does it on GPUs"),
+    OtherFlag("--enable-cuda-graph", 0, "CUDA graphs are XLA's affair; see --xla_gpu_enable_command_buffer"),
+)
+"""Flags that are known and refused. Deleting a row is what it takes to free the name for a field."""
+
+UNSUPPORTED_FAMILIES = (
+    ("--moe-", _EXPERTS),
+    ("--fp8-", _FP8),
+    ("--fp4-", _FP8),
+    ("--fsdp-", _SHARDED),
+    ("--megatron-fsdp-", _SHARDED),
+    ("--optimizer-offload-", _SHARDED),
+    ("--lion-", "adam is the only optimizer so far"),
+    ("--muon-", "adam is the only optimizer so far"),
+    ("--yarn-", "scaled rotary frequencies are not implemented yet"),
+    ("--mamba-", "all layers are transformer layers"),
+    ("--fim-", _DATA),
+    ("--rl-", "reinforcement learning is not a part of jmegatron"),
+    ("--grpo-", "reinforcement learning is not a part of jmegatron"),
+    ("--inference-", "serving is not a part of jmegatron"),
+    ("--inprocess-", "restarting inside a process is not a part of jmegatron"),
+    ("--dino-", "vision models are not a part of jmegatron"),
+    ("--vision-", "vision models are not a part of jmegatron"),
+    ("--bert-", "only GPT models are implemented so far"),
+)
+"""(beginning, reason): flags refused by how they begin, unless a row above or an option names them."""
+
+UNSUPPORTED_DEGREES = (
+    ("pipeline_model_parallel_size", _PIPELINE),
+    ("context_parallel_size", _CONTEXT),
+    ("expert_model_parallel_size", _EXPERTS),
+)
+"""Options that exist but must stay 1, with the reason. Deleting a row allows larger values."""

@@ -1,0 +1,101 @@
+"""Fills in the options that follow from others (no communication).
+
+Reference: the derived values of `validate_args` in `megatron/training/arguments.py`; the vocabulary's padding is that
+of `megatron/training/vocab_utils.py`.
+"""
+
+import dataclasses
+
+from jmegatron.config.options import problem
+from jmegatron.config.sections import Config, ModelConfig
+
+DEFAULT_SPLIT = "969,30,1"
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
+    """Returns the smallest multiple of `divisible_by * tensor_parallel_size` that holds `vocab_size` rows."""
+    multiple = divisible_by * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def resolve(config: Config, vocab_size: int | None = None, data_parallel_size: int | None = None) -> Config:
+    """Returns the config with every derived option filled in; what is set already stays.
+
+    `resolve(resolve(c)) == resolve(c)`, so a printed config reads back as the same one.
+
+    Args:
+        config: A config that passed `validate`.
+        vocab_size: The tokenizer's number of ids, once it is known. Without it and without `model.vocab_size`, the
+            vocabulary's size and padding stay `None`.
+        data_parallel_size: Replicas of the model, once the devices are known. Without it, a `global_batch_size` that
+            was not given stays `None`.
+
+    Raises:
+        ConfigError: The tokenizer has more ids than `model.vocab_size` or `model.padded_vocab_size` have room for.
+    """
+    training, optimizer = config.training, config.optimizer
+    batch = training.global_batch_size
+    if batch is None and data_parallel_size is not None:
+        batch = training.micro_batch_size * data_parallel_size
+    decay_iters = training.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
+    return dataclasses.replace(
+        config,
+        model=_resolve_model(config, vocab_size),
+        data=dataclasses.replace(config.data, split=config.data.split or DEFAULT_SPLIT),
+        optimizer=dataclasses.replace(optimizer, lr_decay_iters=decay_iters),
+        training=dataclasses.replace(training, global_batch_size=batch),
+    )
+
+
+def _resolve_model(config: Config, tokenizer_vocab_size: int | None) -> ModelConfig:
+    """Returns the model section without derived `None`s."""
+    model = config.model
+    activation = model.activation or ("gelu_erf" if model.disable_bias_linear else "gelu_tanh")
+    groups = model.num_query_groups or (1 if model.group_query_attention else model.num_attention_heads)
+    vocab, padded = _resolve_vocab(config, tokenizer_vocab_size)
+    return dataclasses.replace(
+        model,
+        activation=activation,
+        ffn_hidden_size=model.ffn_hidden_size or default_ffn_hidden_size(model.hidden_size, activation),
+        num_query_groups=groups,
+        kv_channels=model.kv_channels or model.hidden_size // model.num_attention_heads,
+        max_position_embeddings=model.max_position_embeddings or model.seq_length,
+        vocab_size=vocab,
+        padded_vocab_size=padded,
+    )
+
+
+def default_ffn_hidden_size(hidden_size: int, activation: str) -> int:
+    """Returns the reference's default width of the feed-forward layer.
+
+    Only swiglu is narrowed there, to keep its three matrices near the size of the usual two.
+    """
+    return int(4 * hidden_size * 2 / 3) // 64 * 64 if activation == "swiglu" else 4 * hidden_size
+
+
+def _resolve_vocab(config: Config, tokenizer_vocab_size: int | None) -> tuple[int | None, int | None]:
+    """Returns the vocabulary's true and padded size, `None` for what cannot be known yet."""
+    model = config.model
+    vocab = tokenizer_vocab_size if model.vocab_size is None else model.vocab_size
+    if vocab is None:
+        return None, model.padded_vocab_size
+    if tokenizer_vocab_size is not None and tokenizer_vocab_size > vocab:
+        raise problem(
+            "The tokenizer has more token ids than the model's vocabulary.",
+            where=("vocab_size", "tokenizer_model"),
+            got=f"tokenizer with {tokenizer_vocab_size} ids, vocab_size {vocab}",
+            expected="vocab_size at least the tokenizer's number of ids",
+            fix=f"leave --vocab-size out, or set it to {tokenizer_vocab_size} or more",
+        )
+    tp = config.parallel.tensor_model_parallel_size
+    padded = model.padded_vocab_size or padded_vocab_size(vocab, model.make_vocab_size_divisible_by, tp)
+    if padded < vocab:
+        raise problem(
+            "The padded vocabulary is smaller than the vocabulary.",
+            where=("padded_vocab_size", "vocab_size"),
+            got=f"padded_vocab_size {padded}, vocabulary of {vocab} ids",
+            expected="padded_vocab_size at least the number of ids",
+            fix="leave --padded-vocab-size out, or set it to "
+            f"{padded_vocab_size(vocab, model.make_vocab_size_divisible_by, tp)}",
+        )
+    return vocab, padded

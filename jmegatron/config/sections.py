@@ -1,0 +1,256 @@
+"""The options of a run, one frozen dataclass per section (no communication).
+
+Names are Megatron-LM's flags in snake_case, and so are the defaults unless a docstring says "own option". The
+string under each field is its help text, its row in `configs/README.md` and the only place where it is explained.
+`None` stands for "derived" or "not set"; `jmegatron.config.resolution` fills in what is derived.
+
+Reference: `megatron/training/arguments.py` and `megatron/core/transformer/transformer_config.py`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Activation = Literal["gelu_tanh", "gelu_erf", "squared_relu", "quick_gelu", "swiglu", "geglu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape and arithmetic of the model."""
+
+    num_layers: int
+    """Number of transformer layers."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_attention_heads: int
+    """Number of query heads of each attention layer."""
+    seq_length: int
+    """Tokens in one training sequence."""
+    ffn_hidden_size: int | None = None
+    """Width of the feed-forward layer. Derived: 4 * hidden_size; for swiglu two thirds of that, rounded down to a multiple of 64."""  # noqa: E501
+    group_query_attention: bool = False
+    """Let several query heads share one key/value head; their number is num_query_groups."""
+    num_query_groups: int | None = None
+    """Number of key/value heads, counted only with group_query_attention. Derived: 1 with it, else num_attention_heads."""  # noqa: E501
+    kv_channels: int | None = None
+    """Width of one attention head. Derived: hidden_size / num_attention_heads."""
+    max_position_embeddings: int | None = None
+    """Rows of the table of learned positions, at least seq_length; must be given for learned_absolute. Derived otherwise: seq_length."""  # noqa: E501
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """How positions enter: a learned table, rotation of queries and keys, or not at all."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies (rope only)."""
+    rotary_percent: float = 1.0
+    """Part of each head's channels that is rotated, in (0, 1] (rope only)."""
+    rotary_interleaved: bool = False
+    """Rotate neighbouring channels (even, odd) together instead of the two halves of a head."""
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Divide rotary positions by this factor, for sequences longer than those of the pre-training."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Kind of every norm layer; RMSNorm has no bias."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance inside every norm."""
+    apply_layernorm_1p: bool = False
+    """Store each norm's scale as its distance from 1 (zero-centred)."""
+    activation: Activation | None = None
+    """Own option: feed-forward activation. Derived as the reference's fusion rules have it: gelu_tanh with linear biases, gelu_erf with disable_bias_linear. swiglu and geglu are gated."""  # noqa: E501
+    disable_bias_linear: bool = False
+    """Leave the biases out of all linear layers."""
+    add_qkv_bias: bool = False
+    """Keep the bias of the query/key/value projection although disable_bias_linear is set."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer a matrix of its own instead of the word embedding's."""
+    qk_layernorm: bool = False
+    """Normalise each head's queries and keys before attention."""
+    hidden_dropout: float = 0.1
+    """Dropout probability on the embeddings and on both outputs of each layer, in [0, 1)."""
+    attention_dropout: float = 0.1
+    """Dropout probability on the attention probabilities, in [0, 1)."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights."""
+    vocab_size: int | None = None
+    """Number of token ids. Derived: the tokenizer's."""
+    make_vocab_size_divisible_by: int = 128
+    """Pad the vocabulary to a multiple of this times tensor_model_parallel_size."""
+    padded_vocab_size: int | None = None
+    """Own option: rows of the embedding, at least vocab_size and divisible by tensor_model_parallel_size. Fixing it keeps the shapes of the model independent of the layout. Derived from make_vocab_size_divisible_by."""  # noqa: E501
+    mask_padded_vocab: bool = True
+    """Own option: padded rows take no part in the softmax, so every layout gives the same loss. Off: the reference's behaviour, where they do."""  # noqa: E501
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Degrees of the mesh; data parallelism takes the devices that are left."""
+
+    tensor_model_parallel_size: int = 1
+    """Devices that share each layer's matrices (mesh axis tp)."""
+    pipeline_model_parallel_size: int = 1
+    """Stages that the layers are cut into (mesh axis pp)."""
+    context_parallel_size: int = 1
+    """Devices that share each sequence (mesh axis cp)."""
+    expert_model_parallel_size: int = 1
+    """Devices that share the experts of a layer (mesh axis ep)."""
+    sequence_parallel: bool = False
+    """Shard norms, dropout and residual over the sequence on the tp axis. Without effect at tensor_model_parallel_size 1."""  # noqa: E501
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the tokens come from; exactly one of data_path, mock_data and demo_data."""
+
+    data_path: tuple[str, ...] = ()
+    """Prefix of the .bin/.idx pair to train on."""
+    mock_data: bool = False
+    """Train on made-up tokens, to measure speed."""
+    demo_data: bool = False
+    """Own option: train on text found in the Python standard library; needs no download."""
+    split: str | None = None
+    """Shares of training, validation and test documents, such as 969,30,1. Derived: 969,30,1."""
+    tokenizer_type: Literal["ByteTokenizer", "HuggingFaceTokenizer"] = "ByteTokenizer"
+    """ByteTokenizer (own option, built in: one token per byte) or HuggingFaceTokenizer (a local tokenizer.json)."""
+    tokenizer_model: str | None = None
+    """The tokenizer's file, or the folder that holds its tokenizer.json."""
+    data_cache_path: str | None = None
+    """Folder for index files and the demo corpus. Derived where it is used: beside the data, else the user's cache folder."""  # noqa: E501
+    eod_mask_loss: bool = False
+    """Give end-of-document tokens no weight in the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and the learning-rate schedule."""
+
+    optimizer: Literal["adam"] = "adam"
+    """The optimizer; adam decouples weight decay from the gradient."""
+    lr: float
+    """Highest learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["linear", "cosine", "constant"] = "linear"
+    """How the learning rate falls after the warm-up."""
+    lr_decay_iters: int | None = None
+    """Iterations, warm-up included, after which min_lr is reached. Derived: train_iters."""
+    lr_warmup_iters: int = 0
+    """Iterations over which the learning rate rises linearly."""
+    lr_warmup_fraction: float | None = None
+    """The same as a part of lr_decay_iters, in [0, 1]; not together with lr_warmup_iters."""
+    lr_warmup_init: float = 0.0
+    """Learning rate that the warm-up starts from."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; biases and norms are exempt."""
+    adam_beta1: float = 0.9
+    """Decay of the mean of gradients, in [0, 1)."""
+    adam_beta2: float = 0.999
+    """Decay of the mean of squared gradients, in [0, 1)."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: float = 1.0
+    """Largest global norm of the gradient; 0 turns clipping off."""
+    calculate_per_token_loss: bool = False
+    """Weigh every token of the global batch equally, instead of averaging the means of micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Batches, duration, evaluation and precision."""
+
+    micro_batch_size: int
+    """Sequences that one data-parallel rank computes at a time."""
+    global_batch_size: int | None = None
+    """Sequences per optimizer step. Derived: micro_batch_size * data-parallel size."""
+    train_iters: int
+    """Optimizer steps of the whole run."""
+    eval_interval: int = 1000
+    """Steps between two evaluations."""
+    eval_iters: int = 100
+    """Global batches per evaluation; 0 turns evaluation off."""
+    exit_interval: int | None = None
+    """Stop when the step is divisible by this."""
+    seed: int = 1234
+    """Seed of initialisation, dropout and data order."""
+    bf16: bool = False
+    """Compute in bfloat16; master weights, gradients and moments stay float32."""
+    label_smoothing: float = 0.0
+    """Own option: probability mass spread over the whole vocabulary, in [0, 1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    save: str | None = None
+    """Folder that checkpoints are written to."""
+    load: str | None = None
+    """Folder that the run resumes from."""
+    save_interval: int | None = None
+    """Steps between two checkpoints; one more is written at the end. Needs save."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What a run reports and where."""
+
+    log_interval: int = 100
+    """Steps between two log lines."""
+    metrics_file: str | None = None
+    """Own option: file that takes one JSON object per log line and evaluation."""
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard."""
+    wandb_project: str | None = None
+    """Weights & Biases project (needs the extra `wandb`)."""
+    wandb_exp_name: str | None = None
+    """Name of the run in Weights & Biases. Needs wandb_project."""
+    progress_bar: bool = True
+    """Own option: show a progress bar when standard error is a terminal."""
+    profile: bool = False
+    """Record a JAX trace from profile_step_start to profile_step_end."""
+    profile_step_start: int = 10
+    """First step of the trace."""
+    profile_step_end: int = 12
+    """Step before which the trace ends."""
+    profile_dir: str | None = None
+    """Own option: folder of the trace. Derived where it is used: tensorboard_dir, else `profile`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareConfig:
+    """Devices, compilation and processes."""
+
+    num_cpu_devices: int | None = None
+    """Own option: run on this many virtual CPU devices. Derived: the accelerators that JAX finds."""
+    compilation_cache_dir: str | None = None
+    """Own option: folder that keeps compiled programs between runs. Derived where it is used: the user's cache folder."""  # noqa: E501
+    no_compilation_cache: bool = False
+    """Own option: compile afresh in every run."""
+    attention_backend: Literal["auto", "fused", "unfused"] = "auto"
+    """fused: cuDNN's kernel, stops where it cannot serve; unfused: plain XLA; auto: fused where it can serve."""
+    distributed_timeout_minutes: int = 10
+    """Minutes that processes wait for one another before they stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that a run depends on."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    ignored_flags: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+    """(flag, reason) of each Megatron flag on the command line that has no effect here, for the start-up log."""
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "training": TrainingConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+    "hardware": HardwareConfig,
+}
+"""Section name -> dataclass, in the order of `--help` and of the option table."""

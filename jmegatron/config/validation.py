@@ -1,0 +1,495 @@
+"""Cross-field checks, before any device work (no communication).
+
+`validate` checks what a config says by itself, `validate_for_devices` what depends on the number of devices. Each check
+is a short function; the first one that fails is reported.
+
+Reference: `validate_args` in `megatron/training/arguments.py`; batch rules in
+`megatron/core/num_microbatches_calculator.py`.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jmegatron.config.megatron_flags import UNSUPPORTED_DEGREES
+from jmegatron.config.options import flag_of, options, problem
+from jmegatron.config.resolution import resolve
+from jmegatron.config.sections import Config
+from jmegatron.errors import ConfigError
+
+# name -> (smallest value, largest value); an option in _OPEN_... excludes that bound.
+_INF = math.inf
+_RANGES: dict[str, tuple[int | float, int | float]] = {
+    "num_layers": (1, _INF),
+    "hidden_size": (1, _INF),
+    "num_attention_heads": (1, _INF),
+    "seq_length": (1, _INF),
+    "ffn_hidden_size": (1, _INF),
+    "num_query_groups": (1, _INF),
+    "kv_channels": (1, _INF),
+    "max_position_embeddings": (1, _INF),
+    "rotary_base": (0, _INF),
+    "rotary_percent": (0, 1),
+    "rotary_seq_len_interpolation_factor": (0, _INF),
+    "norm_epsilon": (0, _INF),
+    "hidden_dropout": (0, 1),
+    "attention_dropout": (0, 1),
+    "init_method_std": (0, _INF),
+    "vocab_size": (1, _INF),
+    "make_vocab_size_divisible_by": (1, _INF),
+    "padded_vocab_size": (1, _INF),
+    "tensor_model_parallel_size": (1, _INF),
+    "pipeline_model_parallel_size": (1, _INF),
+    "context_parallel_size": (1, _INF),
+    "expert_model_parallel_size": (1, _INF),
+    "lr": (0, _INF),
+    "min_lr": (0, _INF),
+    "lr_decay_iters": (1, _INF),
+    "lr_warmup_iters": (0, _INF),
+    "lr_warmup_fraction": (0, 1),
+    "lr_warmup_init": (0, _INF),
+    "weight_decay": (0, _INF),
+    "adam_beta1": (0, 1),
+    "adam_beta2": (0, 1),
+    "adam_eps": (0, _INF),
+    "clip_grad": (0, _INF),
+    "micro_batch_size": (1, _INF),
+    "global_batch_size": (1, _INF),
+    "train_iters": (1, _INF),
+    "eval_interval": (1, _INF),
+    "eval_iters": (0, _INF),
+    "exit_interval": (1, _INF),
+    "seed": (0, 2**32 - 1),
+    "label_smoothing": (0, 1),
+    "save_interval": (1, _INF),
+    "log_interval": (1, _INF),
+    "profile_step_start": (0, _INF),
+    "profile_step_end": (1, _INF),
+    "num_cpu_devices": (1, _INF),
+    "distributed_timeout_minutes": (1, _INF),
+}
+_LARGEST = 2**63 - 1
+# A probability of 1 or a beta of 1 would keep nothing; a base, factor or epsilon of 0 would divide by it.
+_OPEN_ABOVE = {"hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "label_smoothing"}
+_OPEN_BELOW = {
+    "rotary_base",
+    "rotary_percent",
+    "rotary_seq_len_interpolation_factor",
+    "norm_epsilon",
+    "adam_eps",
+    "init_method_std",
+}
+
+
+def validate(config: Config) -> None:
+    """Checks everything that can be known without devices and data.
+
+    Raises:
+        ConfigError: A value is out of range, options contradict each other, or one asks for what is not there yet.
+    """
+    for check in (
+        _check_ranges,
+        _check_degrees,
+        _check_heads,
+        _check_query_groups,
+        _check_widths,
+        _check_positions,
+        _check_rotary,
+        _check_sequence_parallel,
+        _check_vocab,
+        _check_learning_rate,
+        _check_warmup,
+        _check_data_source,
+        _check_split,
+        _check_batch,
+        _check_outputs,
+        _check_profile,
+    ):
+        check(config)
+
+
+def validate_for_devices(config: Config, num_devices: int) -> int:
+    """Checks a valid config against the number of devices.
+
+    Returns:
+        The length of the mesh axis dp: `num_devices / (tp * pp * cp * ep)`. Batches are sharded over dp and ep.
+
+    Raises:
+        ConfigError: The devices are not a multiple of the product of the degrees, or the global batch is not a multiple
+            of micro-batch times data-parallel size.
+    """
+    names = tuple(_degrees(config))
+    product = math.prod(_degrees(config).values())
+    if num_devices < 1 or num_devices % product:
+        sizes = ", ".join(f"{name} {size}" for name, size in _degrees(config).items() if size > 1)
+        raise problem(
+            "The devices cannot be divided among the degrees of parallelism.",
+            where=names,
+            got=f"{num_devices} devices; {sizes}, product {product}",
+            expected="the number of devices to be a multiple of the product",
+            fix=f"lower a degree so that the product divides {num_devices}, or use a multiple of {product} devices "
+            f"(--num-cpu-devices {product} makes virtual ones)",
+        )
+    dp = num_devices // product
+    replicas = dp * config.parallel.expert_model_parallel_size
+    micro, batch = config.training.micro_batch_size, config.training.global_batch_size
+    if batch is not None and batch % (micro * replicas):
+        raise problem(
+            "The global batch cannot be divided into micro-batches.",
+            where=("global_batch_size", "micro_batch_size"),
+            got=f"global_batch_size {batch}, micro_batch_size {micro}, data-parallel size {replicas} "
+            f"({num_devices} devices / {product // config.parallel.expert_model_parallel_size})",
+            expected=f"global_batch_size to be a multiple of {micro} * {replicas} = {micro * replicas}",
+            fix=f"set --global-batch-size to {_nearest_multiple(batch, micro * replicas)}, or change "
+            "--micro-batch-size or the number of devices",
+        )
+    return dp
+
+
+def _degrees(config: Config) -> dict[str, int]:
+    """Returns option name -> degree of model parallelism."""
+    parallel = config.parallel
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+    }
+
+
+def _values(config: Config) -> Iterator[tuple[str, Any]]:
+    """Yields (option name, value) over all sections."""
+    for name, option in options().items():
+        yield name, getattr(getattr(config, option.section), name)
+
+
+def _nearest_multiple(value: int, factor: int) -> int:
+    return max(1, (value + factor // 2) // factor) * factor
+
+
+def _divisors(number: int) -> str:
+    """Returns the small divisors of a number, to propose degrees."""
+    return ", ".join(str(size) for size in range(1, min(number, 64) + 1) if number % size == 0)
+
+
+# --- single options ----------------------------------------------------------------------------------------------
+
+
+def _check_ranges(config: Config) -> None:
+    for name, value in _values(config):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _out_of_range(name, value, "a finite number")
+        if isinstance(value, int) and value > _LARGEST:
+            raise _out_of_range(name, value, f"at most {_LARGEST}")
+        if value is None or name not in _RANGES:
+            continue
+        low, high = _RANGES[name]
+        too_low = value <= low if name in _OPEN_BELOW else value < low
+        too_high = value >= high if name in _OPEN_ABOVE else value > high
+        if too_low or too_high:
+            raise _out_of_range(name, value, _range_text(name, low, high))
+
+
+def _range_text(name: str, low: int | float, high: int | float) -> str:
+    above = f"more than {low}" if name in _OPEN_BELOW else f"at least {low}"
+    if high == _INF:
+        return above
+    return f"{above} and {'less than' if name in _OPEN_ABOVE else 'at most'} {high}"
+
+
+def _out_of_range(name: str, value: int | float, expected: str) -> ConfigError:
+    return problem(
+        f"{name} is out of range.",
+        where=(name,),
+        got=str(value),
+        expected=expected,
+        fix=f"set {flag_of(name)} to a value that is {expected}",
+    )
+
+
+def _check_degrees(config: Config) -> None:
+    degrees = _degrees(config)
+    for name, reason in UNSUPPORTED_DEGREES:
+        if degrees[name] > 1:
+            raise problem(
+                f"{name} must be 1.",
+                where=(name,),
+                got=str(degrees[name]),
+                expected=f"1: {reason}",
+                fix=f"remove {flag_of(name)}; --tensor-model-parallel-size and data parallelism are available",
+            )
+
+
+# --- model -------------------------------------------------------------------------------------------------------
+
+
+def _check_heads(config: Config) -> None:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads = model.num_attention_heads
+    if heads % tp:
+        raise problem(
+            "The attention heads cannot be divided among the tensor-parallel devices.",
+            where=("num_attention_heads", "tensor_model_parallel_size"),
+            got=f"num_attention_heads {heads}, tensor_model_parallel_size {tp}",
+            expected="num_attention_heads to be a multiple of tensor_model_parallel_size",
+            fix=f"set --tensor-model-parallel-size to one of {_divisors(heads)}, "
+            f"or --num-attention-heads to a multiple of {tp}",
+        )
+    if model.kv_channels is None and model.hidden_size % heads:
+        raise problem(
+            "The hidden size cannot be divided among the attention heads.",
+            where=("hidden_size", "num_attention_heads", "kv_channels"),
+            got=f"hidden_size {model.hidden_size}, num_attention_heads {heads}, no kv_channels",
+            expected="hidden_size to be a multiple of num_attention_heads, or kv_channels to be given",
+            fix=f"set --hidden-size to {_nearest_multiple(model.hidden_size, heads)}, or give --kv-channels",
+        )
+
+
+def _check_query_groups(config: Config) -> None:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    groups, heads = resolve(config).model.num_query_groups, model.num_attention_heads
+    assert groups is not None
+    names = ("num_query_groups", "num_attention_heads", "group_query_attention")
+    got = f"num_query_groups {groups}, num_attention_heads {heads}"
+    if not model.group_query_attention and groups != heads:
+        raise problem(
+            "num_query_groups counts only with grouped-query attention.",
+            where=names,
+            got=got + ", group_query_attention false",
+            expected="--group-query-attention beside --num-query-groups",
+            fix="add --group-query-attention, or leave --num-query-groups out",
+        )
+    if heads % groups:
+        raise problem(
+            "The attention heads cannot be divided among the query groups.",
+            where=names[:2],
+            got=got,
+            expected="num_attention_heads to be a multiple of num_query_groups",
+            fix=f"set --num-query-groups to one of {_divisors(heads)}",
+        )
+    if groups % tp and tp % groups:
+        raise problem(
+            "The key/value heads fit the tensor-parallel devices neither divided nor repeated.",
+            where=("num_query_groups", "tensor_model_parallel_size"),
+            got=f"num_query_groups {groups}, tensor_model_parallel_size {tp}",
+            expected="one of the two to be a multiple of the other (fewer key/value heads than devices are repeated)",
+            fix=f"set --tensor-model-parallel-size to one of {_divisors(groups)}, or to a multiple of {groups}",
+        )
+
+
+def _check_widths(config: Config) -> None:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    ffn = resolve(config).model.ffn_hidden_size
+    assert ffn is not None
+    if ffn <= 0:
+        # The reference's rounding to a multiple of 64 leaves nothing of a very small swiglu layer.
+        raise problem(
+            "The derived width of the feed-forward layer is 0.",
+            where=("ffn_hidden_size", "hidden_size"),
+            got=f"hidden_size {model.hidden_size} with swiglu",
+            expected="a positive ffn_hidden_size",
+            fix=f"give --ffn-hidden-size, for instance {4 * model.hidden_size}",
+        )
+    if ffn % tp:
+        raise problem(
+            "The feed-forward layer cannot be divided among the tensor-parallel devices.",
+            where=("ffn_hidden_size", "tensor_model_parallel_size"),
+            got=f"ffn_hidden_size {ffn}{'' if model.ffn_hidden_size else ' (derived)'}, "
+            f"tensor_model_parallel_size {tp}",
+            expected="ffn_hidden_size to be a multiple of tensor_model_parallel_size",
+            fix=f"set --ffn-hidden-size to {_nearest_multiple(ffn, tp)}, or lower --tensor-model-parallel-size",
+        )
+
+
+def _check_positions(config: Config) -> None:
+    model = config.model
+    rows = model.max_position_embeddings
+    learned = model.position_embedding_type == "learned_absolute"
+    if (rows is None and learned) or (rows is not None and rows < model.seq_length):
+        raise problem(
+            "The positions do not cover the sequence.",
+            where=("max_position_embeddings", "seq_length", "position_embedding_type"),
+            got=f"max_position_embeddings {'not given' if rows is None else rows}, seq_length {model.seq_length}, "
+            f"position_embedding_type {model.position_embedding_type}",
+            expected="max_position_embeddings of at least seq_length; learned positions need it given",
+            fix=f"set --max-position-embeddings {model.seq_length}",
+        )
+
+
+def _check_rotary(config: Config) -> None:
+    model = config.model
+    if model.position_embedding_type != "rope":
+        return
+    channels = resolve(config).model.kv_channels
+    assert channels is not None
+    rotated = int(channels * model.rotary_percent)
+    if rotated < 2 or rotated % 2:
+        raise problem(
+            "Rotary positions need an even number of channels.",
+            where=("kv_channels", "rotary_percent"),
+            got=f"int({channels} channels a head * {model.rotary_percent}) = {rotated}",
+            expected="an even number, at least 2",
+            fix="change --rotary-percent, --kv-channels, or --hidden-size and --num-attention-heads",
+        )
+
+
+def _check_sequence_parallel(config: Config) -> None:
+    tp, length = config.parallel.tensor_model_parallel_size, config.model.seq_length
+    if config.parallel.sequence_parallel and length % tp:
+        raise problem(
+            "The sequence cannot be divided among the tensor-parallel devices.",
+            where=("seq_length", "tensor_model_parallel_size", "sequence_parallel"),
+            got=f"seq_length {length}, tensor_model_parallel_size {tp}, sequence_parallel true",
+            expected="seq_length to be a multiple of tensor_model_parallel_size",
+            fix=f"set --seq-length to {_nearest_multiple(length, tp)}, or write --no-sequence-parallel",
+        )
+
+
+def _check_vocab(config: Config) -> None:
+    padded, tp = config.model.padded_vocab_size, config.parallel.tensor_model_parallel_size
+    if padded is not None and padded % tp:
+        raise problem(
+            "The padded vocabulary cannot be divided among the tensor-parallel devices.",
+            where=("padded_vocab_size", "tensor_model_parallel_size"),
+            got=f"padded_vocab_size {padded}, tensor_model_parallel_size {tp}",
+            expected="padded_vocab_size to be a multiple of tensor_model_parallel_size",
+            fix=f"set --padded-vocab-size to {-(-padded // tp) * tp}",
+        )
+    resolve(config)  # refuses a padding below the vocabulary
+
+
+# --- optimizer ---------------------------------------------------------------------------------------------------
+
+
+def _check_learning_rate(config: Config) -> None:
+    optimizer = config.optimizer
+    for name, value in (("min_lr", optimizer.min_lr), ("lr_warmup_init", optimizer.lr_warmup_init)):
+        if value > optimizer.lr:
+            raise problem(
+                f"{name} is above the highest learning rate.",
+                where=("lr", name),
+                got=f"lr {optimizer.lr}, {name} {value}",
+                expected=f"{name} of at most lr",
+                fix=f"lower {flag_of(name)} or raise --lr",
+            )
+
+
+def _check_warmup(config: Config) -> None:
+    optimizer = config.optimizer
+    decay = resolve(config).optimizer.lr_decay_iters
+    assert decay is not None
+    if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters:
+        raise problem(
+            "The warm-up is given twice.",
+            where=("lr_warmup_fraction", "lr_warmup_iters"),
+            got=f"lr_warmup_fraction {optimizer.lr_warmup_fraction}, lr_warmup_iters {optimizer.lr_warmup_iters}",
+            expected="one of the two",
+            fix="remove one; --lr-warmup-iters 0 or --lr-warmup-fraction null takes back what the YAML file says",
+        )
+    if optimizer.lr_warmup_iters > decay:
+        raise problem(
+            "The warm-up is longer than the decay that contains it.",
+            where=("lr_warmup_iters", "lr_decay_iters", "train_iters"),
+            got=f"lr_warmup_iters {optimizer.lr_warmup_iters}, "
+            f"lr_decay_iters {decay}{'' if optimizer.lr_decay_iters else ' (derived from train_iters)'}",
+            expected="lr_warmup_iters of at most lr_decay_iters",
+            fix=f"set --lr-warmup-iters to {decay} or less, or raise --lr-decay-iters",
+        )
+
+
+# --- data and batches --------------------------------------------------------------------------------------------
+
+
+def _check_data_source(config: Config) -> None:
+    data = config.data
+    given = [name for name in ("data_path", "mock_data", "demo_data") if getattr(data, name)]
+    if len(given) != 1:
+        raise problem(
+            "Exactly one source of data is needed.",
+            where=("data_path", "mock_data", "demo_data"),
+            got=" and ".join(given) if given else "none",
+            expected="one of --data-path PREFIX, --mock-data, --demo-data",
+            fix="remove all but one; --no-demo-data and --no-mock-data take back what the YAML file says"
+            if given
+            else "add --demo-data to train on text that needs no download, or --data-path PREFIX",
+        )
+    if len(data.data_path) > 1:
+        raise problem(
+            "Blends of data sets are not implemented yet.",
+            where=("data_path",),
+            got=" ".join(data.data_path),
+            expected="one prefix of a .bin/.idx pair",
+            fix="give one prefix without a weight",
+        )
+    if data.tokenizer_type == "HuggingFaceTokenizer" and data.tokenizer_model is None:
+        raise problem(
+            "The tokenizer has no file.",
+            where=("tokenizer_type", "tokenizer_model"),
+            got="HuggingFaceTokenizer, no tokenizer_model",
+            expected="a local tokenizer.json, or the folder that holds it",
+            fix="give --tokenizer-model PATH, or use --tokenizer-type ByteTokenizer",
+        )
+
+
+def _check_split(config: Config) -> None:
+    split = config.data.split
+    if split is None:
+        return
+    try:
+        shares = [float(part) for part in split.split(",")]
+    except ValueError:
+        shares = []
+    fine = 1 <= len(shares) <= 3 and all(math.isfinite(share) and share >= 0 for share in shares)
+    if not fine or shares[0] == 0:
+        raise problem(
+            "The split cannot be read.",
+            where=("split",),
+            got=repr(split),
+            expected="one to three numbers of at least 0 (training, validation, test), the first above 0",
+            fix="write for instance --split 969,30,1",
+        )
+
+
+def _check_batch(config: Config) -> None:
+    micro, batch = config.training.micro_batch_size, config.training.global_batch_size
+    if batch is not None and batch % micro:
+        raise problem(
+            "The global batch cannot be divided into micro-batches.",
+            where=("global_batch_size", "micro_batch_size"),
+            got=f"global_batch_size {batch}, micro_batch_size {micro}",
+            expected="global_batch_size to be a multiple of micro_batch_size times the data-parallel size",
+            fix=f"set --global-batch-size to {_nearest_multiple(batch, micro)}, or change --micro-batch-size",
+        )
+    cpus = config.hardware.num_cpu_devices
+    if cpus is not None:
+        validate_for_devices(config, cpus)
+
+
+# --- outputs -----------------------------------------------------------------------------------------------------
+
+
+def _check_outputs(config: Config) -> None:
+    for name, needs, value, other in (
+        ("save_interval", "save", config.checkpoint.save_interval, config.checkpoint.save),
+        ("wandb_exp_name", "wandb_project", config.logging.wandb_exp_name, config.logging.wandb_project),
+    ):
+        if value is not None and not other:
+            raise problem(
+                f"{name} needs {needs}.",
+                where=(name, needs),
+                got=f"{name} {value}, no {needs}",
+                expected=f"{needs} to be given as well",
+                fix=f"add {flag_of(needs)}, or remove {flag_of(name)}",
+            )
+
+
+def _check_profile(config: Config) -> None:
+    logging = config.logging
+    if logging.profile and logging.profile_step_end <= logging.profile_step_start:
+        raise problem(
+            "The trace would end before it starts.",
+            where=("profile_step_start", "profile_step_end"),
+            got=f"profile_step_start {logging.profile_step_start}, profile_step_end {logging.profile_step_end}",
+            expected="profile_step_end above profile_step_start",
+            fix=f"set --profile-step-end to {logging.profile_step_start + 2}",
+        )

@@ -1,0 +1,91 @@
+"""From options to the training, validation and test samples (no communication).
+
+The numbers of samples come from the caller, which knows the schedule: the reference asks for train_iters *
+global_batch_size, (train_iters // eval_interval + 1) * eval_iters * global_batch_size and eval_iters *
+global_batch_size (Megatron-LM training.py:5419-5454).
+"""
+
+import os
+
+from jmegatron.data.gpt_dataset import GPTDataset, MockGPTDataset
+from jmegatron.data.indexed_dataset import IndexedDataset
+from jmegatron.data.split import DEFAULT_SPLIT, SPLIT_NAMES, split_ranges
+from jmegatron.errors import UsageError
+
+GPTSource = GPTDataset | MockGPTDataset
+GPTSources = tuple[GPTSource | None, GPTSource | None, GPTSource | None]
+
+
+def build_gpt_datasets(
+    prefix: str | os.PathLike[str] | None,
+    *,
+    mock: bool = False,
+    vocab_size: int,
+    seq_len: int,
+    seed: int = 1234,
+    split: str = DEFAULT_SPLIT,
+    num_samples: tuple[int | None, int | None, int | None],
+    cache_dir: str | os.PathLike[str] | None = None,
+    eod_token: int | None = None,
+    eod_mask_loss: bool = False,
+) -> GPTSources:
+    """Return (train, valid, test); an entry is None if 0 samples were asked for or its weight in `split` is 0.
+
+    Args:
+        prefix: corpus path without `.bin` and `.idx` (`--data-path`); None with `mock`.
+        mock: made-up samples instead of a corpus (`--mock-data`).
+        vocab_size: token ids are below this.
+        seq_len: tokens per sample.
+        seed: seed of the order.
+        split: weights of train, valid, test.
+        num_samples: samples needed of train, valid, test; None means one epoch (corpora only).
+        cache_dir: folder for built indices (`--data-cache-path`); None builds each time.
+        eod_token: id that ends a document; needed for `eod_mask_loss` only.
+        eod_mask_loss: leave out the loss at places whose input is `eod_token`.
+
+    Raises:
+        UsageError: no corpus or two; a split that cannot be read; a part with a weight, samples asked for, no token.
+        DataFileError: the corpus is missing or damaged.
+    """
+    if mock == (prefix is not None):
+        raise UsageError(
+            f"got --data-path {prefix} and --mock-data {mock}, expected exactly one; fix: give the path of a corpus, "
+            "or --mock-data for made-up samples"
+        )
+    if prefix is None:
+        return _mock_datasets(num_samples, seq_len, vocab_size, seed)
+    indexed = IndexedDataset(prefix)
+    ranges = split_ranges(split, len(indexed))
+
+    def one(part: int) -> GPTDataset | None:
+        sequence_range, samples = ranges[part], num_samples[part]
+        if sequence_range is None or samples == 0:
+            return None
+        return GPTDataset(
+            indexed,
+            sequence_range,
+            samples,
+            seq_len,
+            seed,
+            split_name=SPLIT_NAMES[part],
+            eod_token=eod_token,
+            eod_mask_loss=eod_mask_loss,
+            vocab_size=vocab_size,
+            cache_dir=cache_dir,
+        )
+
+    return one(0), one(1), one(2)
+
+
+def _mock_datasets(
+    num_samples: tuple[int | None, int | None, int | None], seq_len: int, vocab_size: int, seed: int
+) -> GPTSources:
+    """Return the made-up samples of the three splits."""
+
+    def one(part: int) -> MockGPTDataset | None:
+        samples = num_samples[part]
+        if samples is None:
+            raise UsageError(f"--mock-data has no epochs: the number of {SPLIT_NAMES[part]} samples must be given")
+        return MockGPTDataset(samples, seq_len, vocab_size, seed, part) if samples else None
+
+    return one(0), one(1), one(2)

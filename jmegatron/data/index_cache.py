@@ -1,0 +1,106 @@
+"""Keeps built sample indices on disk, so that a restart does not build them again (no communication).
+
+The key is a hash of everything the index depends on, including the sequence lengths themselves: a changed corpus, seed,
+length or split can never meet a stale entry, and equal copies of a corpus share one. (The reference keys on the path,
+core/datasets/megatron_dataset.py:57-71, and serves a stale index when the file behind it changes.)
+
+Per key: `<key>.json`, written last, lists shape, type and checksum of `<key>.<array>.npy`. Whatever does not match is
+built anew. A folder that cannot be written costs a log line, nothing else.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jmegatron.data.files import atomic_output, folder_lock
+from jmegatron.data.gpt_index import GPTIndex
+from jmegatron.errors import DataFileError
+
+logger = logging.getLogger(__name__)
+
+# Raise when the meaning of the arrays changes.
+FORMAT = 1
+
+
+def content_key(settings: Mapping[str, Any], sequence_lengths: np.ndarray) -> str:
+    """Return a hexadecimal key of the settings and of the lengths, 32 characters."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps({"format": FORMAT, **settings}, sort_keys=True).encode())
+    digest.update(np.ascontiguousarray(sequence_lengths).data)
+    return digest.hexdigest()
+
+
+def load_or_build(folder: str | os.PathLike[str], key: str, build: Callable[[], GPTIndex]) -> GPTIndex:
+    """Return the index stored under `key`, memory mapped; build and store it if it is missing or damaged.
+
+    Of several processes that ask at once, one builds and the others wait and read (where the file system has locks).
+
+    Args:
+        folder: the cache folder; made if it is missing.
+        key: see `content_key`.
+        build: makes the index.
+    """
+    folder = Path(folder)
+    stored = _load(folder, key)
+    if stored is not None:
+        return stored
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("index cache %s cannot be made (%s): building the index without it", folder, error)
+        return build()
+    with folder_lock(folder):
+        stored = _load(folder, key)
+        if stored is not None:
+            return stored
+        index = build()
+        _store(folder, key, index)
+    return index
+
+
+def _store(folder: Path, key: str, index: GPTIndex) -> None:
+    """Write the arrays, then the description that makes them count."""
+    try:
+        for name, values in index._asdict().items():
+            with atomic_output(_array_path(folder, key, name)) as file:
+                np.save(file, values, allow_pickle=False)
+        with atomic_output(folder / f"{key}.json") as file:
+            file.write(json.dumps({name: _describe(values) for name, values in index._asdict().items()}).encode())
+    except (OSError, DataFileError) as error:
+        logger.warning("index cache %s cannot be written (%s): going on without it", folder, error)
+
+
+def _load(folder: Path, key: str) -> GPTIndex | None:
+    """Return the stored index, or None if it is not there or not whole."""
+    description_path = folder / f"{key}.json"
+    if not description_path.is_file():
+        return None
+    try:
+        description = json.loads(description_path.read_bytes())
+        arrays = {
+            name: np.load(_array_path(folder, key, name), mmap_mode="r", allow_pickle=False)
+            for name in GPTIndex._fields
+        }
+    except (OSError, ValueError, EOFError) as error:
+        logger.warning("index cache %s is damaged (%s): building the index again", description_path, error)
+        return None
+    if description != {name: _describe(values) for name, values in arrays.items()}:
+        logger.warning("index cache %s does not match its checksums: building the index again", description_path)
+        return None
+    return GPTIndex(**arrays)
+
+
+def _array_path(folder: Path, key: str, name: str) -> Path:
+    return folder / f"{key}.{name}.npy"
+
+
+def _describe(values: np.ndarray) -> dict[str, Any]:
+    """Return what a stored array must match."""
+    return {"shape": list(values.shape), "dtype": values.dtype.str, "crc32": zlib.crc32(np.ascontiguousarray(values))}

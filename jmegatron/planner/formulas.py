@@ -1,0 +1,200 @@
+"""Textbook figures of a GPT: parameters by part, matmul FLOPs, MFU.
+
+No communication, no jax; plain numbers in, plain numbers out. Conventions:
+
+- A multiply and an add are two FLOPs. Only matmuls count: weight products and the two products of attention.
+- Backward is twice forward (gradient of the input and of the weight).
+- Model FLOPs take what the mathematics asks for; executed FLOPs add what is recomputed.
+- Attention is counted over the whole score rectangle, s x s, unless `causal_skip`: then half of it, for kernels that
+  skip the blocks above the diagonal (and as Megatron-LM counts, training.py `num_floating_point_operations`).
+- The embedding look-up is no matmul; the output layer is one, also when it shares the embedding's weights.
+
+Sources: arXiv:2104.04473 section 3 and appendix, arXiv:2205.05198 section 4, arXiv:2204.02311 appendix B (MFU).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    """The numbers of a GPT that its size and cost depend on.
+
+    Attributes:
+        num_layers: transformer layers.
+        hidden_size: width of the residual stream.
+        ffn_hidden_size: inner width of the MLP (of each half of it, when gated).
+        num_attention_heads: query heads.
+        num_query_groups: key/value heads.
+        kv_channels: width of a head.
+        vocab_rows: rows of the embedding, padding included.
+        seq_len: tokens of a sequence.
+        gated: the MLP has a gate (SwiGLU, GeGLU).
+        biases: linear layers have biases (the output layer never).
+        norm: "layernorm" has a scale and a bias, "rmsnorm" a scale.
+        tied: the output layer uses the embedding's weights.
+        num_positions: rows of the learned position embedding; 0 for none (rotary).
+        qk_norm: queries and keys are normalised, with one norm of width `kv_channels` each.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_rows: int
+    seq_len: int
+    gated: bool = False
+    biases: bool = True
+    norm: str = "layernorm"
+    tied: bool = True
+    num_positions: int = 0
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.norm not in ("layernorm", "rmsnorm"):
+            raise ValueError(f"norm {self.norm!r}: expected 'layernorm' or 'rmsnorm'")
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads together, which is that of the value heads."""
+        return self.num_query_groups * self.kv_channels
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Number of parameters by part; all layers together.
+
+    Attributes:
+        word_embedding: token embedding.
+        position_embedding: learned positions.
+        attention: the query/key/value and output projections.
+        mlp: both linear layers.
+        norms: all norms, the last one among them.
+        output_layer: output weights of its own (0 when tied).
+    """
+
+    word_embedding: int
+    position_embedding: int
+    attention: int
+    mlp: int
+    norms: int
+    output_layer: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(vars(self).values())
+
+
+def parameters(shape: GPTShape) -> Parameters:
+    """Number of parameters of a GPT, by part."""
+    attention = _attention_weights(shape) + shape.biases * (shape.query_width + 2 * shape.kv_width + shape.hidden_size)
+    mlp = _mlp_weights(shape) + shape.biases * (_fc1_width(shape) + shape.hidden_size)
+    vectors = 2 if shape.norm == "layernorm" else 1
+    layer_norms = vectors * (2 * shape.hidden_size + 2 * shape.kv_channels * shape.qk_norm)
+    return Parameters(
+        word_embedding=shape.vocab_rows * shape.hidden_size,
+        position_embedding=shape.num_positions * shape.hidden_size,
+        attention=shape.num_layers * attention,
+        mlp=shape.num_layers * mlp,
+        norms=shape.num_layers * layer_norms + vectors * shape.hidden_size,
+        output_layer=0 if shape.tied else shape.vocab_rows * shape.hidden_size,
+    )
+
+
+def matmul_parameters(shape: GPTShape) -> int:
+    """Weights that every token is multiplied with: layers and output layer, without embeddings, biases and norms."""
+    layer = _attention_weights(shape) + _mlp_weights(shape)
+    return shape.num_layers * layer + shape.vocab_rows * shape.hidden_size
+
+
+def _attention_weights(shape: GPTShape) -> int:
+    return shape.hidden_size * (shape.query_width + 2 * shape.kv_width) + shape.query_width * shape.hidden_size
+
+
+def _fc1_width(shape: GPTShape) -> int:
+    return shape.ffn_hidden_size * (2 if shape.gated else 1)
+
+
+def _mlp_weights(shape: GPTShape) -> int:
+    return shape.hidden_size * _fc1_width(shape) + shape.ffn_hidden_size * shape.hidden_size
+
+
+# ---- FLOPs ----------------------------------------------------------------------------------------------------------
+
+
+def attention_flops_per_token(shape: GPTShape, causal_skip: bool = False) -> float:
+    """Forward FLOPs of the attention products (scores, and scores times values) for one token, all layers.
+
+    4 s h a layer, with h the width of the query heads together; half of it with `causal_skip`.
+    """
+    full = 4 * shape.seq_len * shape.query_width * shape.num_layers
+    return full / 2 if causal_skip else float(full)
+
+
+def forward_flops_per_token(shape: GPTShape, causal_skip: bool = False) -> float:
+    """Forward matmul FLOPs for one token: 2 per matmul weight, and attention."""
+    return 2 * matmul_parameters(shape) + attention_flops_per_token(shape, causal_skip)
+
+
+def backward_flops_per_token(shape: GPTShape, causal_skip: bool = False) -> float:
+    """Backward matmul FLOPs for one token: twice the forward's."""
+    return 2 * forward_flops_per_token(shape, causal_skip)
+
+
+def model_flops_per_step(shape: GPTShape, tokens_per_step: int, causal_skip: bool = False) -> float:
+    """Forward and backward matmul FLOPs of one optimizer step on all devices together.
+
+    With `causal_skip` this is the number that Megatron-LM reports TFLOP/s with.
+    """
+    return 3 * forward_flops_per_token(shape, causal_skip) * tokens_per_step
+
+
+def executed_flops_per_step(
+    shape: GPTShape, tokens_per_step: int, causal_skip: bool = False, recompute: str = "none"
+) -> float:
+    """Matmul FLOPs that a step really executes on all devices together.
+
+    `recompute` is "none", "selective" (the attention products run again) or "full" (the forward of every layer runs
+    again; the output layer is kept).
+
+    Raises:
+        ValueError: `recompute` is none of the three.
+    """
+    layers = 2 * shape.num_layers * (_attention_weights(shape) + _mlp_weights(shape))
+    attention = attention_flops_per_token(shape, causal_skip)
+    again = {"none": 0.0, "selective": attention, "full": layers + attention}
+    if recompute not in again:
+        raise ValueError(f"recompute {recompute!r}: expected one of {', '.join(again)}")
+    return model_flops_per_step(shape, tokens_per_step, causal_skip) + again[recompute] * tokens_per_step
+
+
+def mfu(model_flops: float, step_seconds: float, num_devices: int, peak_flops: float) -> float:
+    """Model FLOPs utilisation: the share of the devices' peak that the model's own FLOPs take, 0 to 1.
+
+    Args:
+        model_flops: FLOPs of one step on all devices (`model_flops_per_step`), without recompute.
+        step_seconds: seconds of one step.
+        num_devices: devices that ran it.
+        peak_flops: peak FLOP/s of one device, in the dtype of the matmuls, without sparsity.
+
+    Raises:
+        ValueError: a divisor is not positive.
+    """
+    if min(step_seconds, num_devices, peak_flops) <= 0:
+        raise ValueError(
+            f"mfu: expected positive numbers, got step_seconds {step_seconds}, num_devices {num_devices}, "
+            f"peak_flops {peak_flops}"
+        )
+    return model_flops / (step_seconds * num_devices * peak_flops)

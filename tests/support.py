@@ -1,0 +1,162 @@
+"""Tiny models and batches, and one step's loss and gradients at any mesh, for tests."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmegatron import partition
+from jmegatron.layers import AttentionSettings, MLPSettings
+from jmegatron.mesh import build_mesh
+from jmegatron.models.gpt import GPTSettings, gpt_specs
+from jmegatron.models.transformer import LayerSettings, TensorParallel
+from jmegatron.optimizer.adamw import AdamWSettings, global_norm
+from jmegatron.training.step import Batch, StepSettings, batch_shardings, make_gradient_function
+
+
+def tiny_gpt(
+    *,
+    num_layers: int = 2,
+    hidden: int = 32,
+    heads: int = 8,
+    kv_heads: int = 8,
+    head_dim: int = 4,
+    ffn: int = 64,
+    vocab: int = 29,
+    padded_vocab: int = 32,
+    max_positions: int = 16,
+    activation: str = "gelu_tanh",
+    normalization: str = "LayerNorm",
+    bias: bool = True,
+    position: str = "learned_absolute",
+    tied: bool = True,
+    qk_norm: bool = False,
+    dropout: float = 0.0,
+    **changes: Any,
+) -> GPTSettings:
+    """A model small enough to compile in a second and odd enough to catch wrong layouts."""
+    attention = AttentionSettings(
+        hidden,
+        heads,
+        kv_heads,
+        head_dim,
+        use_bias=bias,
+        use_qkv_bias=bias,
+        qk_norm=normalization if qk_norm else None,
+        dropout=dropout,
+    )
+    layer = LayerSettings(attention, MLPSettings(hidden, ffn, activation, bias), normalization, hidden_dropout=dropout)
+    settings = GPTSettings(
+        num_layers, layer, vocab, padded_vocab, max_positions, position, rotary_dim=head_dim, tied=tied, init_std=0.1
+    )
+    return dataclasses.replace(settings, **changes)
+
+
+def random_batch(
+    global_batch: int, seq: int, vocab: int, *, seed: int = 0, masked_rows: tuple[int, ...] = ()
+) -> dict[str, np.ndarray]:
+    """Tokens, labels and a mask with about a fifth of zeros, in sample order [global_batch, seq]."""
+    rng = np.random.default_rng(seed)
+    text = rng.integers(0, vocab, (global_batch, seq + 1), dtype=np.int32)
+    mask = (rng.random((global_batch, seq)) > 0.2).astype(np.float32)
+    mask[list(masked_rows)] = 0.0
+    return {
+        "tokens": text[:, :-1],
+        "labels": text[:, 1:],
+        "loss_mask": mask,
+        "sample_ids": np.arange(global_batch, dtype=np.uint32),
+    }
+
+
+def as_batch(arrays: dict[str, np.ndarray], num_microbatches: int, mesh: Any = None) -> Batch:
+    """Cuts a global batch micro-batch major: consecutive samples make a micro-batch of all dp ranks."""
+    cut = {name: a.reshape(num_microbatches, -1, *a.shape[1:]) for name, a in arrays.items()}
+    batch = Batch(**cut)
+    return batch if mesh is None else jax.device_put(batch, batch_shardings(mesh))
+
+
+@dataclasses.dataclass
+class StepResult:
+    loss: float
+    grad_norm: float
+    gradients: dict[str, np.ndarray]
+
+
+def run_gradients(
+    settings: GPTSettings,
+    arrays: dict[str, np.ndarray],
+    *,
+    dp: int = 1,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    num_microbatches: int = 1,
+    per_token: bool = True,
+    dropout: bool = False,
+    parameters: Any = None,
+    seed: int = 7,
+) -> StepResult:
+    """Loss, norm and every gradient leaf of one step at a mesh."""
+    mesh = build_mesh(jax.devices()[: dp * tp], dp=dp, tp=tp)
+    parallel = TensorParallel("tp", tp, sequence_parallel)
+    specs = gpt_specs(settings, parallel)
+    shardings = partition.shardings(specs, mesh)
+    if parameters is None:
+        init = jax.jit(lambda key: noisy_parameters(specs, key), out_shardings=shardings)
+        parameters = init(jax.random.key(seed))
+    else:
+        parameters = jax.device_put(parameters, shardings)
+    function = make_gradient_function(
+        StepSettings(settings, parallel, AdamWSettings(), per_token=per_token), mesh
+    )
+    key = jax.random.key(11) if dropout else None
+    report, gradients = jax.jit(function)(parameters, as_batch(arrays, num_microbatches, mesh), key)
+    paths = jax.tree_util.tree_flatten_with_path(gradients)[0]
+    return StepResult(
+        loss=float(report["loss_sum"] / report["num_tokens"]),
+        grad_norm=float(jax.jit(global_norm)(gradients)),
+        gradients={partition.path_of(path): np.asarray(value) for path, value in paths},
+    )
+
+
+def noisy_parameters(specs: Any, key: Any) -> Any:
+    """Start values with noise on biases and scales, so that a bias added twice or a scale left out shows."""
+    start = partition.init_parameters(specs, key)
+    noise = partition.init_parameters(
+        partition.map_specs(lambda s: dataclasses.replace(s, init=partition.normal(0.1)), specs),
+        jax.random.fold_in(key, 1),
+    )
+    return partition.map_specs(lambda s, a, b: a if s.weight_decay else a + b, specs, start, noise)
+
+
+def worst_leaf(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[float, str]:
+    """Largest max-abs difference over max-abs, and the leaf it stands in. Leaves that differ in padding are cut."""
+    assert got.keys() == expected.keys()
+    worst = (0.0, "")
+    for name, reference in expected.items():
+        value = got[name]
+        if value.shape != reference.shape:
+            smaller = tuple(slice(0, min(a, b)) for a, b in zip(value.shape, reference.shape, strict=True))
+            value, reference = value[smaller], reference[smaller]
+        scale = np.abs(reference).max()
+        error = np.abs(value - reference).max() / scale if scale > 0 else np.abs(value).max()
+        # The key bias has no true gradient (softmax ignores it): only rounding stands there.
+        worst = max(worst, (float(error), name))
+    return worst
+
+
+def assert_equal_steps(got: StepResult, expected: StepResult) -> None:
+    """P1: loss, grad norm and every gradient leaf within the promised tolerances."""
+    from tolerances import GRADIENT_RELATIVE, LOSS_RELATIVE
+
+    assert np.isfinite(expected.loss)
+    assert abs(got.loss - expected.loss) <= LOSS_RELATIVE * abs(expected.loss)
+    assert abs(got.grad_norm - expected.grad_norm) <= GRADIENT_RELATIVE * expected.grad_norm
+    error, leaf = worst_leaf(got.gradients, expected.gradients)
+    assert error <= GRADIENT_RELATIVE, f"gradient of {leaf} differs by {error:.2e}"
+
+
+def tree_of(value: Any) -> Any:
+    """Returns a tree of numpy arrays."""
+    return jax.tree.map(lambda a: np.asarray(jnp.asarray(a)), value)

@@ -1,0 +1,258 @@
+"""Cross-field rules and derived values."""
+
+import dataclasses
+
+import pytest
+
+from jmegatron.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    padded_vocab_size,
+    resolve,
+    validate,
+    validate_for_devices,
+)
+from jmegatron.config.options import options
+from jmegatron.errors import ConfigError, UsageError
+
+BASE = Config(
+    model=ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=8, seq_length=32, max_position_embeddings=32),
+    data=DataConfig(mock_data=True),
+    optimizer=OptimizerConfig(lr=1e-3),
+    training=TrainingConfig(micro_batch_size=2, train_iters=5),
+)
+INF, NAN = float("inf"), float("nan")
+
+
+def changed(**values) -> Config:
+    """Returns the base config with options set by leaf name."""
+    config = BASE
+    for name, value in values.items():
+        section = options()[name].section
+        config = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
+        )
+    return config
+
+
+def tp(size: int, **values) -> dict:
+    return {"tensor_model_parallel_size": size, **values}
+
+
+BAD = {
+    "heads not by tp": (tp(3), ["num_attention_heads 8", "tensor_model_parallel_size 3", "1, 2, 4, 8"]),
+    "hidden not by heads": ({"hidden_size": 60}, ["hidden_size 60", "num_attention_heads 8", "--kv-channels"]),
+    "groups without flag": ({"num_query_groups": 2}, ["num_query_groups 2", "add --group-query-attention"]),
+    "heads not by groups": (
+        {"group_query_attention": True, "num_query_groups": 3},
+        ["num_query_groups 3", "num_attention_heads 8"],
+    ),
+    "groups and tp": (
+        tp(4, group_query_attention=True, num_query_groups=6, num_attention_heads=12, hidden_size=96),
+        ["num_query_groups 6", "tensor_model_parallel_size 4", "repeated"],
+    ),
+    "ffn not by tp": (tp(4, ffn_hidden_size=130), ["ffn_hidden_size 130", "tensor_model_parallel_size 4", "132"]),
+    "tiny swiglu": (
+        {"activation": "swiglu", "hidden_size": 16, "num_attention_heads": 2},
+        ["hidden_size 16", "--ffn-hidden-size"],
+    ),
+    "learned without size": ({"max_position_embeddings": None}, ["seq_length 32", "--max-position-embeddings 32"]),
+    "positions too few": ({"max_position_embeddings": 31}, ["max_position_embeddings 31", "seq_length 32"]),
+    "rotary odd": (
+        {"position_embedding_type": "rope", "rotary_percent": 0.4},
+        ["8 channels a head * 0.4", "--rotary-percent"],
+    ),
+    "rotary none": ({"position_embedding_type": "rope", "rotary_percent": 0.1}, ["= 0", "at least 2"]),
+    "sequence not by tp": (
+        tp(4, sequence_parallel=True, seq_length=30),
+        ["seq_length 30", "tensor_model_parallel_size 4", "--no-sequence-parallel"],
+    ),
+    "padded not by tp": (tp(4, padded_vocab_size=302), ["padded_vocab_size 302", "304"]),
+    "padded below vocab": (
+        {"vocab_size": 300, "padded_vocab_size": 256},
+        ["padded_vocab_size 256", "300", "set it to 384"],
+    ),
+    "min_lr above lr": ({"min_lr": 1e-2}, ["lr 0.001", "min_lr 0.01"]),
+    "warm-up start above lr": ({"lr_warmup_init": 1e-2}, ["lr_warmup_init 0.01"]),
+    "warm-up twice": ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3}, ["0.1", "lr_warmup_iters 3"]),
+    "warm-up too long": ({"lr_warmup_iters": 6}, ["lr_warmup_iters 6", "lr_decay_iters 5", "derived"]),
+    "no data": ({"mock_data": False}, ["none", "--demo-data"]),
+    "two sources": ({"demo_data": True}, ["mock_data and demo_data", "--no-demo-data"]),
+    "three sources": ({"demo_data": True, "data_path": ("a",)}, ["data_path and mock_data and demo_data"]),
+    "blend": ({"mock_data": False, "data_path": ("0.3", "a", "0.7", "b")}, ["Blends", "0.3 a 0.7 b"]),
+    "tokenizer without file": ({"tokenizer_type": "HuggingFaceTokenizer"}, ["--tokenizer-model"]),
+    "split words": ({"split": "most"}, ["'most'", "969,30,1"]),
+    "split negative": ({"split": "1,-1,0"}, ["'1,-1,0'"]),
+    "split zero": ({"split": "0,0,0"}, ["'0,0,0'"]),
+    "split nan": ({"split": "nan,1,1"}, ["'nan,1,1'"]),
+    "split long": ({"split": "1,1,1,1"}, ["one to three"]),
+    "batch not by micro": ({"global_batch_size": 5}, ["global_batch_size 5", "micro_batch_size 2", "6"]),
+    "batch not by cpu devices": (
+        {"global_batch_size": 4, "num_cpu_devices": 4},
+        ["global_batch_size 4", "data-parallel size 4", "2 * 4 = 8"],
+    ),
+    "save_interval alone": ({"save_interval": 10}, ["save_interval 10", "--save"]),
+    "wandb name alone": ({"wandb_exp_name": "x"}, ["wandb_project"]),
+    "profile range": (
+        {"profile": True, "profile_step_start": 5, "profile_step_end": 5},
+        ["profile_step_start 5", "profile_step_end 5"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("values", "parts"), BAD.values(), ids=BAD)
+def test_impossible_combination_names_keys_numbers_and_a_way_out(values, parts):
+    with pytest.raises(ConfigError) as error:
+        validate(changed(**values))
+    text = str(error.value)
+    for part in ("where: --", "got: ", "expected: ", "fix: ", *parts):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 0) for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "ffn_hidden_size")),
+        *((name, 0) for name in ("num_query_groups", "kv_channels", "vocab_size", "make_vocab_size_divisible_by")),
+        *((name, 0) for name in ("padded_vocab_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")),
+        *((name, 0) for name in ("context_parallel_size", "expert_model_parallel_size", "micro_batch_size")),
+        *((name, 0) for name in ("global_batch_size", "train_iters", "eval_interval", "exit_interval", "log_interval")),
+        *((name, 0) for name in ("save_interval", "num_cpu_devices", "distributed_timeout_minutes", "lr_decay_iters")),
+        *((name, -1) for name in ("eval_iters", "seed", "lr_warmup_iters", "profile_step_start")),
+        *(
+            (name, value)
+            for name in ("hidden_dropout", "attention_dropout", "label_smoothing")
+            for value in (-0.1, 1.0)
+        ),
+        *((name, value) for name in ("adam_beta1", "adam_beta2") for value in (-0.1, 1.0)),
+        *((name, value) for name in ("lr", "min_lr", "weight_decay", "clip_grad", "adam_eps") for value in (-1.0, NAN)),
+        *((name, INF) for name in ("lr", "clip_grad", "norm_epsilon", "rotary_base", "init_method_std")),
+        *((name, 0.0) for name in ("rotary_base", "rotary_percent", "norm_epsilon", "init_method_std")),
+        ("rotary_percent", 1.1),
+        ("seq_length", 2**63),
+        ("rotary_seq_len_interpolation_factor", 0.0),
+        ("lr_warmup_fraction", 1.1),
+        ("lr_warmup_fraction", -0.1),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=rf"(?s){name} is out of range.*got: {value}"):
+        validate(changed(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        tp(8),
+        tp(8, sequence_parallel=True),
+        tp(4, group_query_attention=True, num_query_groups=2),
+        tp(8, group_query_attention=True),
+        tp(2, group_query_attention=True, num_query_groups=4),
+        {"num_query_groups": 8},
+        {"hidden_size": 60, "kv_channels": 16},
+        {"sequence_parallel": True, "seq_length": 31},
+        {"position_embedding_type": "none", "max_position_embeddings": None},
+        {"position_embedding_type": "rope", "max_position_embeddings": None, "rotary_percent": 0.5},
+        {"eval_iters": 0},
+        {"clip_grad": 0.0},
+        {"lr_warmup_iters": 5},
+        {"lr_warmup_fraction": 0.5},
+        {"split": "100"},
+        {"split": "1,0,0"},
+        {"save_interval": 10, "save": "somewhere"},
+        {"profile_step_end": 3},
+        {"lr": 0.0},
+    ],
+)
+def test_what_fits_passes(values):
+    validate(changed(**values))
+
+
+def test_errors_of_the_config_are_usage_errors():
+    with pytest.raises(UsageError):
+        validate(changed(num_layers=0))
+
+
+def test_data_parallel_size_is_what_the_degrees_leave():
+    assert validate_for_devices(changed(**tp(2, global_batch_size=8)), 8) == 4
+    assert validate_for_devices(changed(expert_model_parallel_size=2, global_batch_size=16), 8) == 4
+    assert validate_for_devices(BASE, 1) == 1
+
+
+@pytest.mark.parametrize("devices", [0, 3, 6, 2])
+def test_devices_must_be_a_multiple_of_the_product_of_degrees(devices):
+    with pytest.raises(ConfigError) as error:
+        validate_for_devices(changed(**tp(4)), devices)
+    for part in (f"{devices} devices", "tensor_model_parallel_size 4", "product 4", "--num-cpu-devices 4"):
+        assert part in str(error.value)
+
+
+def test_global_batch_must_be_a_multiple_of_micro_batch_times_replicas():
+    with pytest.raises(ConfigError) as error:
+        validate_for_devices(changed(**tp(2, global_batch_size=12)), 8)
+    for part in ("global_batch_size 12", "micro_batch_size 2", "data-parallel size 4", "8 devices / 2", "2 * 4 = 8"):
+        assert part in str(error.value)
+
+
+def test_padded_vocab_size_is_the_next_multiple():
+    assert padded_vocab_size(50257, 128, 1) == 50304
+    assert padded_vocab_size(50257, 128, 8) == 51200
+    assert padded_vocab_size(50304, 128, 1) == 50304
+    assert padded_vocab_size(29, 8, 4) == 32
+
+
+def test_resolve_fills_everything_that_is_derived():
+    config = resolve(changed(**tp(2)), vocab_size=257, data_parallel_size=3)
+    assert config.model.ffn_hidden_size == 256
+    assert config.model.num_query_groups == 8
+    assert config.model.kv_channels == 8
+    assert config.model.activation == "gelu_tanh"
+    assert (config.model.vocab_size, config.model.padded_vocab_size) == (257, 512)
+    assert config.data.split == "969,30,1"
+    assert config.optimizer.lr_decay_iters == 5
+    assert config.training.global_batch_size == 6
+    assert resolve(config) == config
+
+
+def test_resolve_leaves_open_what_it_cannot_know():
+    config = resolve(BASE)
+    assert config.model.vocab_size is None
+    assert config.model.padded_vocab_size is None
+    assert config.training.global_batch_size is None
+    assert resolve(config, 257, 2) == resolve(BASE, 257, 2)
+
+
+def test_resolve_keeps_what_is_set():
+    values = {"ffn_hidden_size": 96, "kv_channels": 4, "activation": "geglu", "padded_vocab_size": 300}
+    model = resolve(changed(vocab_size=299, **values), vocab_size=257).model
+    assert dataclasses.asdict(model).items() >= {**values, "vocab_size": 299}.items()
+
+
+def test_gated_layers_are_narrowed_only_for_swiglu():
+    assert resolve(changed(hidden_size=4096, activation="swiglu")).model.ffn_hidden_size == 10880
+    assert resolve(changed(hidden_size=4096, activation="geglu")).model.ffn_hidden_size == 16384
+
+
+def test_grouped_query_attention_defaults_to_one_group():
+    assert resolve(changed(group_query_attention=True)).model.num_query_groups == 1
+
+
+def test_positions_default_to_the_sequence_where_no_table_is_learned():
+    values = {"position_embedding_type": "rope", "max_position_embeddings": None}
+    assert resolve(changed(**values)).model.max_position_embeddings == 32
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused():
+    with pytest.raises(ConfigError, match="tokenizer with 300 ids, vocab_size 257"):
+        resolve(changed(vocab_size=257), vocab_size=300)
+    with pytest.raises(ConfigError, match="padded_vocab_size 256, vocabulary of 300 ids"):
+        resolve(changed(padded_vocab_size=256), vocab_size=300)
+
+
+def test_configs_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        BASE.model.num_layers = 3
