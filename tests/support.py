@@ -1,6 +1,7 @@
 """Tiny models and batches, and one step's loss and gradients at any mesh, for tests."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -102,11 +103,7 @@ def run_gradients(
     parallel = TensorParallel("tp", tp, sequence_parallel)
     specs = gpt_specs(settings, parallel)
     shardings = partition.shardings(specs, mesh)
-    if parameters is None:
-        init = jax.jit(lambda key: noisy_parameters(specs, key), out_shardings=shardings)
-        parameters = init(jax.random.key(seed))
-    else:
-        parameters = jax.device_put(parameters, shardings)
+    parameters = jax.device_put(start_parameters(settings, seed) if parameters is None else parameters, shardings)
     function = make_gradient_function(
         StepSettings(settings, parallel, AdamWSettings(), per_token=per_token), mesh
     )
@@ -118,6 +115,13 @@ def run_gradients(
         grad_norm=float(jax.jit(global_norm)(gradients)),
         gradients={partition.path_of(path): np.asarray(value) for path, value in paths},
     )
+
+
+@functools.cache
+def start_parameters(settings: GPTSettings, seed: int) -> Any:
+    """Start values as numpy arrays (their independence of the mesh has its own test)."""
+    specs = gpt_specs(settings, TensorParallel())
+    return tree_of(jax.jit(lambda key: noisy_parameters(specs, key))(jax.random.key(seed)))
 
 
 def noisy_parameters(specs: Any, key: Any) -> Any:

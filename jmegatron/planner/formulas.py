@@ -32,6 +32,7 @@ class GPTShape:
         seq_len: tokens of a sequence.
         gated: the MLP has a gate (SwiGLU, GeGLU).
         biases: linear layers have biases (the output layer never).
+        qkv_bias: the query/key/value projection has one even without `biases`.
         norm: "layernorm" has a scale and a bias, "rmsnorm" a scale.
         tied: the output layer uses the embedding's weights.
         num_positions: rows of the learned position embedding; 0 for none (rotary).
@@ -48,6 +49,7 @@ class GPTShape:
     seq_len: int
     gated: bool = False
     biases: bool = True
+    qkv_bias: bool = False
     norm: str = "layernorm"
     tied: bool = True
     num_positions: int = 0
@@ -99,7 +101,8 @@ class Parameters:
 
 def parameters(shape: GPTShape) -> Parameters:
     """Number of parameters of a GPT, by part."""
-    attention = _attention_weights(shape) + shape.biases * (shape.query_width + 2 * shape.kv_width + shape.hidden_size)
+    attention = _attention_weights(shape) + shape.biases * shape.hidden_size
+    attention += (shape.biases or shape.qkv_bias) * (shape.query_width + 2 * shape.kv_width)
     mlp = _mlp_weights(shape) + shape.biases * (_fc1_width(shape) + shape.hidden_size)
     vectors = 2 if shape.norm == "layernorm" else 1
     layer_norms = vectors * (2 * shape.hidden_size + 2 * shape.kv_channels * shape.qk_norm)

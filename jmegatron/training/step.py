@@ -141,11 +141,15 @@ def make_gradient_function(
 
 
 def make_train_step(
-    settings: StepSettings, mesh: Mesh, optimizer: optax.GradientTransformation
+    settings: StepSettings,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation,
+    schedule: Callable[[Array], Array],
 ) -> Callable[[TrainState, Batch, Key[Array, ""] | None], tuple[TrainState, Metrics]]:
     """Returns the step (state, batch, dropout_key) -> (state, metrics); jit it with the state donated.
 
-    Metrics: loss (token-weighted mean over the global batch), grad_norm (before clipping), num_tokens.
+    Metrics: loss (token-weighted mean over the global batch), grad_norm (before clipping), num_tokens, lr (of this
+    step: `schedule` is the one that the optimizer was built with).
     Communication: see `local_gradients`; the norm adds one scalar all-reduce over tp.
     """
     gradient_function = make_gradient_function(settings, mesh)
@@ -170,6 +174,7 @@ def make_train_step(
             "loss": report["loss_sum"] / jnp.maximum(report["num_tokens"], 1.0),
             "grad_norm": grad_norm,
             "num_tokens": report["num_tokens"],
+            "lr": schedule(state.step),
         }
 
     return train_step

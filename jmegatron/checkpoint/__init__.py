@@ -1,0 +1,1 @@
+"""Checkpoints: saving and restoring a training state by Orbax."""

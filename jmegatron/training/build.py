@@ -1,0 +1,165 @@
+"""From the options to the plain numbers of model, optimizer and step. No communication.
+
+The one place where a configuration value reaches the model: layers, ops and models never see the config object.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jmegatron.config import Config
+from jmegatron.errors import ConfigError
+from jmegatron.layers.attention import AttentionSettings
+from jmegatron.layers.mlp import MLPSettings
+from jmegatron.mesh import TENSOR_AXIS
+from jmegatron.models.gpt import GPTSettings
+from jmegatron.models.transformer import LayerSettings, TensorParallel
+from jmegatron.ops.activations import is_gated
+from jmegatron.ops.attention import Backend, choose_backend
+from jmegatron.optimizer.adamw import AdamWSettings
+from jmegatron.optimizer.schedules import LearningRateSchedule
+from jmegatron.planner.formulas import GPTShape
+from jmegatron.training.step import StepSettings
+
+
+def compute_dtype(config: Config) -> Any:
+    """Returns the dtype of matmul inputs and activations."""
+    return jnp.bfloat16 if config.training.bf16 else jnp.float32
+
+
+def tensor_parallel(config: Config) -> TensorParallel:
+    """Returns how layers are divided; sequence parallelism means nothing on one tp rank, as in the reference."""
+    ranks = config.parallel.tensor_model_parallel_size
+    return TensorParallel(TENSOR_AXIS, ranks, config.parallel.sequence_parallel and ranks > 1)
+
+
+def attention_backend(config: Config, platform: str) -> Backend:
+    """Returns the attention backend that serves on the platform.
+
+    Raises:
+      ConfigError: the one that was asked for cannot serve.
+    """
+    model = config.model
+    assert model.kv_channels is not None, "the config is resolved"
+    try:
+        return choose_backend(
+            config.hardware.attention_backend,
+            platform=platform,
+            dtype=jnp.dtype(compute_dtype(config)),
+            dropout=model.attention_dropout,
+            head_dim=model.kv_channels,
+        )
+    except ValueError as error:
+        raise ConfigError(f"hardware.{error}") from error
+
+
+def gpt_settings(config: Config, platform: str) -> GPTSettings:
+    """Returns the model of a resolved config.
+
+    Raises:
+      ConfigError: the attention backend that was asked for cannot serve.
+    """
+    model = config.model
+    assert model.num_query_groups and model.kv_channels and model.ffn_hidden_size and model.activation
+    assert model.vocab_size and model.padded_vocab_size and model.max_position_embeddings
+    attention = AttentionSettings(
+        hidden_size=model.hidden_size,
+        num_heads=model.num_attention_heads,
+        num_kv_heads=model.num_query_groups,
+        head_dim=model.kv_channels,
+        use_bias=not model.disable_bias_linear,
+        use_qkv_bias=not model.disable_bias_linear or model.add_qkv_bias,
+        qk_norm=model.normalization if model.qk_layernorm else None,
+        norm_eps=model.norm_epsilon,
+        zero_centered_norm=model.apply_layernorm_1p,
+        rotary_interleaved=model.rotary_interleaved,
+        dropout=model.attention_dropout,
+        backend=attention_backend(config, platform),
+    )
+    layer = LayerSettings(
+        attention=attention,
+        mlp=MLPSettings(model.hidden_size, model.ffn_hidden_size, model.activation, not model.disable_bias_linear),
+        normalization=model.normalization,
+        norm_eps=model.norm_epsilon,
+        zero_centered_norm=model.apply_layernorm_1p,
+        hidden_dropout=model.hidden_dropout,
+    )
+    return GPTSettings(
+        num_layers=model.num_layers,
+        layer=layer,
+        vocab_size=model.vocab_size,
+        padded_vocab_size=model.padded_vocab_size,
+        max_positions=model.max_position_embeddings,
+        position_embedding=model.position_embedding_type,
+        rotary_dim=int(model.kv_channels * model.rotary_percent),
+        rotary_base=model.rotary_base,
+        rotary_interpolation=model.rotary_seq_len_interpolation_factor or 1.0,
+        tied=not model.untie_embeddings_and_output_weights,
+        mask_padded_vocab=model.mask_padded_vocab,
+        label_smoothing=config.training.label_smoothing,
+        init_std=model.init_method_std,
+    )
+
+
+def learning_rate_schedule(config: Config) -> LearningRateSchedule:
+    """Returns the schedule; a warm-up fraction may end within an iteration, as in the reference."""
+    optimizer = config.optimizer
+    assert optimizer.lr_decay_iters is not None, "the config is resolved"
+    warmup: float = optimizer.lr_warmup_iters
+    if optimizer.lr_warmup_fraction is not None:
+        warmup = optimizer.lr_warmup_fraction * optimizer.lr_decay_iters
+    return LearningRateSchedule(
+        style=optimizer.lr_decay_style,
+        peak=optimizer.lr,
+        minimum=optimizer.min_lr,
+        warmup=float(warmup),
+        decay=float(optimizer.lr_decay_iters),
+        warmup_start=optimizer.lr_warmup_init,
+    )
+
+
+def step_settings(config: Config, platform: str) -> StepSettings:
+    """Returns what a training step needs to know.
+
+    Raises:
+      ConfigError: the attention backend that was asked for cannot serve.
+    """
+    optimizer = config.optimizer
+    return StepSettings(
+        model=gpt_settings(config, platform),
+        parallel=tensor_parallel(config),
+        optimizer=AdamWSettings(
+            beta1=optimizer.adam_beta1,
+            beta2=optimizer.adam_beta2,
+            eps=optimizer.adam_eps,
+            weight_decay=optimizer.weight_decay,
+            clip_grad=optimizer.clip_grad,
+        ),
+        compute_dtype=compute_dtype(config),
+        per_token=optimizer.calculate_per_token_loss,
+    )
+
+
+def formula_shape(config: Config) -> GPTShape:
+    """Returns the shape that the closed forms take (parameters, FLOPs) of a resolved config."""
+    model = config.model
+    assert model.num_query_groups and model.kv_channels and model.ffn_hidden_size and model.activation
+    assert model.padded_vocab_size and model.max_position_embeddings
+    learned = model.position_embedding_type == "learned_absolute"
+    return GPTShape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        vocab_rows=model.padded_vocab_size,
+        seq_len=model.seq_length,
+        gated=is_gated(model.activation),
+        biases=not model.disable_bias_linear,
+        qkv_bias=model.add_qkv_bias,
+        norm=model.normalization.lower(),
+        tied=not model.untie_embeddings_and_output_weights,
+        num_positions=model.max_position_embeddings if learned else 0,
+        qk_norm=model.qk_layernorm,
+    )

@@ -1,0 +1,168 @@
+"""Before the first step: devices, caches, paths, and what the start-up log says. No communication."""
+
+import importlib.metadata
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import jmegatron
+from jmegatron import partition
+from jmegatron.config import Config
+from jmegatron.errors import UsageError
+from jmegatron.planner import formulas
+from jmegatron.training.build import compute_dtype, formula_shape
+from jmegatron.training.report import import_wandb
+
+MIB = 2**20
+
+
+# ---- devices and caches -------------------------------------------------------------------------------------------
+def configure_devices(config: Config) -> None:
+    """Asks JAX for virtual CPU devices if the options do; must run before JAX looks at its devices.
+
+    Raises:
+      UsageError: JAX has started already.
+    """
+    count = config.hardware.num_cpu_devices
+    if count is None:
+        return
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        raise UsageError(f"--num-cpu-devices {count}: JAX has been started before ({error})") from error
+
+
+def user_cache_dir() -> Path:
+    """Returns the folder for this project's caches: $XDG_CACHE_HOME/jmegatron or ~/.cache/jmegatron."""
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "jmegatron"
+
+
+def configure_compilation_cache(config: Config) -> str:
+    """Turns the persistent compilation cache on (or off) and returns what the log says about it.
+
+    Raises:
+      UsageError: a folder that was asked for cannot be written. (The default folder is given up with a word instead.)
+    """
+    hardware = config.hardware
+    if hardware.no_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return "off (--no-compilation-cache)"
+    folder = hardware.compilation_cache_dir or str(user_cache_dir() / "xla")
+    try:
+        check_writable_folder(folder, "compilation_cache_dir")
+    except UsageError as error:
+        if hardware.compilation_cache_dir:
+            raise
+        jax.config.update("jax_enable_compilation_cache", False)
+        return f"off ({error})"
+    jax.config.update("jax_compilation_cache_dir", folder)
+    return folder
+
+
+# ---- paths --------------------------------------------------------------------------------------------------------
+def check_writable_folder(folder: str, option: str) -> None:
+    """Creates the folder and writes a file into it.
+
+    Raises:
+      UsageError: that fails.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--{option.replace('_', '-')} {folder}: cannot be written ({error.strerror}); fix: give a folder that you"
+            " may write to"
+        ) from error
+
+
+def check_outputs(config: Config) -> None:
+    """Checks every place that the run will write to, and every optional package, before any device work.
+
+    Raises:
+      UsageError: a folder cannot be written.
+      ConfigError: an optional package is missing.
+    """
+    if config.checkpoint.save:
+        check_writable_folder(config.checkpoint.save, "save")
+    if config.logging.tensorboard_dir:
+        check_writable_folder(config.logging.tensorboard_dir, "tensorboard_dir")
+    if config.logging.metrics_file:
+        path = Path(config.logging.metrics_file)
+        if path.is_dir():
+            raise UsageError(f"--metrics-file {path}: is a folder, expected a file; fix: add a file name")
+        check_writable_folder(str(path.absolute().parent), "metrics_file")
+    if config.logging.profile:
+        check_writable_folder(profile_dir(config), "profile_dir")
+    if config.logging.wandb_project:
+        import_wandb()
+
+
+def profile_dir(config: Config) -> str:
+    """Returns the folder of the JAX trace."""
+    return config.logging.profile_dir or config.logging.tensorboard_dir or "profile"
+
+
+# ---- the log ------------------------------------------------------------------------------------------------------
+def versions() -> dict[str, str]:
+    """Returns the versions of everything that decides a run's numbers."""
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")}
+    packages["orbax-checkpoint"] = importlib.metadata.version("orbax-checkpoint")
+    return {"jmegatron": jmegatron.__version__, "python": platform.python_version(), **packages}
+
+
+def startup_lines(config: Config, mesh: Mesh, specs: Any, cache: str) -> list[str]:
+    """Returns the start-up log: versions, devices, flags, mesh, parameters and memory by part."""
+    devices = mesh.devices.flatten()
+    lines = [
+        "versions: " + ", ".join(f"{name} {version}" for name, version in versions().items()),
+        f"devices: {devices.size} x {devices[0].device_kind} ({devices[0].platform}), {jax.process_count()} process(es)",
+        f"XLA_FLAGS: {os.environ.get('XLA_FLAGS') or '(none)'}",
+        f"compilation cache: {cache}",
+        "mesh: " + ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        + (", sequence parallel" if config.parallel.sequence_parallel and mesh.shape["tp"] > 1 else ""),
+    ]
+    lines += [f"ignored: {flag} ({reason})" for flag, reason in config.ignored_flags]
+    return lines + _parameter_lines(config, specs) + _memory_lines(config, mesh, specs)
+
+
+def _parameter_lines(config: Config, specs: Any) -> list[str]:
+    parts = formulas.parameters(formula_shape(config))
+    by_part = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in vars(parts).items() if count)
+    vocab = f"vocabulary {config.model.vocab_size} padded to {config.model.padded_vocab_size}"
+    return [f"parameters: {partition.num_parameters(specs):,} ({by_part}; {vocab})"]
+
+
+def _memory_lines(config: Config, mesh: Mesh, specs: Any) -> list[str]:
+    shape = dict(mesh.shape)
+    itemsize = np.dtype(compute_dtype(config)).itemsize
+    fp32 = partition.local_bytes(specs, shape, 4)
+    parts = {
+        f"parameters {np.dtype(compute_dtype(config)).name}": partition.local_bytes(specs, shape, itemsize),
+        "master weights float32": fp32 if itemsize != 4 else 0,
+        "moments float32": 2 * fp32,
+        "gradients float32": fp32,
+    }
+    text = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items() if size)
+    return [f"model state per device (MiB): {text}; sum {sum(parts.values()) / MIB:,.1f}"]
+
+
+def compiled_line(compiled: Any, seconds: float) -> str:
+    """Returns what compiling the step took and what the compiler says it needs."""
+    line = f"compiled the training step in {seconds:.1f} s"
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return line
+    return (
+        f"{line}; per device (MiB): arguments {memory.argument_size_in_bytes / MIB:,.1f}, of which reused for outputs"
+        f" {memory.alias_size_in_bytes / MIB:,.1f}, temporaries {memory.temp_size_in_bytes / MIB:,.1f}"
+    )
