@@ -98,12 +98,12 @@ def copy_to(x: Shaped[Array, "..."], axis: Axes) -> Shaped[Array, "..."]:
 
 
 def reduce_from(x: Shaped[Array, "..."], axis: Axes) -> Shaped[Array, "..."]:
-    """Leaves a tensor-parallel region with the sum (the paper's g). Communication: forward all-reduce, backward none."""
+    """Leaves a region with the sum (the paper's g). Communication: forward all-reduce, backward none."""
     return x if axis is None else lax.psum(x, axis)
 
 
 def gather_from(x: Shaped[Array, "..."], axis: Axes, dim: int) -> Shaped[Array, "..."]:
-    """Leaves a region with the parts joined along `dim`, replicated. Communication: forward all-gather, backward none."""
+    """Leaves a region with the parts joined along `dim`. Communication: forward all-gather, backward none."""
     return x if axis is None else lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, to="invarying")
 
 
@@ -132,12 +132,12 @@ _scatter.defvjp(
 
 
 def gather_sequence(x: Shaped[Array, "..."], axis: Axes, dim: int = 1) -> Shaped[Array, "..."]:
-    """Enters a tensor-parallel region from sequence shards. Communication: forward all-gather, backward reduce-scatter."""
+    """Enters a region from sequence shards. Communication: forward all-gather, backward reduce-scatter."""
     return x if axis is None else lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True)
 
 
 def reduce_scatter_to(x: Shaped[Array, "..."], axis: Axes, dim: int = 1) -> Shaped[Array, "..."]:
-    """Leaves a region with this rank's sequence shard of the sum. Communication: forward reduce-scatter, backward all-gather.
+    """Leaves a region with a shard of the sum. Communication: forward reduce-scatter, backward all-gather.
 
     Raises:
       ValueError: x.shape[dim] is not divisible by the axis size.
@@ -180,6 +180,6 @@ def sum_over(tree: T, axes: Axes) -> T:
 
 
 def max_over(x: Shaped[Array, "..."], axis: Axes) -> Shaped[Array, "..."]:
-    """Returns the maximum over `axis`, cut from the gradient. Communication: forward all-reduce (max), backward none."""
+    """Returns the maximum over axis, cut from the gradient. Communication: forward all-reduce (max), backward none."""
     x = lax.stop_gradient(x)
     return x if axis is None else lax.pmax(x, axis)

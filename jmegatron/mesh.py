@@ -61,6 +61,5 @@ def rank_coordinates(mesh: Mesh, rank: int) -> dict[str, int]:
     if not 0 <= rank < mesh.devices.size:
         raise IndexError(f"rank {rank} is outside 0..{mesh.devices.size - 1}")
     return {
-        axis: int(coordinate)
-        for axis, coordinate in zip(AXES, np.unravel_index(rank, mesh.devices.shape), strict=True)
+        axis: int(coordinate) for axis, coordinate in zip(AXES, np.unravel_index(rank, mesh.devices.shape), strict=True)
     }

@@ -81,9 +81,7 @@ def stack(specs: Tree, num_layers: int, axis: str | None = None) -> Tree:
     """Returns the declarations of `num_layers` equal layers stacked along a new leading dim that lies on `axis`."""
 
     def leaf(s: ParameterSpec) -> ParameterSpec:
-        return dataclasses.replace(
-            s, shape=(num_layers, *s.shape), spec=P(axis, *s.spec), num_stacked=num_layers
-        )
+        return dataclasses.replace(s, shape=(num_layers, *s.shape), spec=P(axis, *s.spec), num_stacked=num_layers)
 
     return map_specs(leaf, specs)
 

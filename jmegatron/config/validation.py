@@ -65,7 +65,8 @@ _RANGES: dict[str, tuple[int | float, int | float]] = {
     "log_interval": (1, _INF),
     "profile_step_start": (0, _INF),
     "profile_step_end": (1, _INF),
-    "num_cpu_devices": (1, _INF),
+    # Each virtual device has its own threads and arrays: thousands would exhaust a machine before anything is said.
+    "num_cpu_devices": (1, 512),
     "distributed_timeout_minutes": (1, _INF),
 }
 _LARGEST = 2**63 - 1

@@ -125,9 +125,7 @@ def attention_specs(
     if s.qk_norm:
         partial = () if axis is None else (axis,)
         for name in ("query_norm", "key_norm"):
-            specs[name] = norm_specs(
-                s.head_dim, s.qk_norm, partial_axes=partial, zero_centered=s.zero_centered_norm
-            )
+            specs[name] = norm_specs(s.head_dim, s.qk_norm, partial_axes=partial, zero_centered=s.zero_centered_norm)
     return specs
 
 
@@ -197,7 +195,7 @@ def _project(parameters: Tree, x: Array, s: AttentionSettings, axis: str | None)
     return query, key_value[..., 0, :], key_value[..., 1, :]
 
 
-def _probability_dropout(context: TokenContext, s: AttentionSettings, layer, heads_local: int, axis):  # noqa: ANN001, ANN202
+def _probability_dropout(context: TokenContext, s: AttentionSettings, layer, heads_local: int, axis):
     if context.dropout_key is None or s.dropout == 0.0:
         return None
     key = random.site_key(context.dropout_key, layer, random.Site.ATTENTION_PROBABILITIES)

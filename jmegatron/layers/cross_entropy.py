@@ -193,7 +193,7 @@ def _linear_cross_entropy(
     return (losses * weights).sum(), losses
 
 
-def _forward(settings: _Settings, x: Array, kernel: Array, labels: Array, weights: Array):  # noqa: ANN202
+def _forward(settings: _Settings, x: Array, kernel: Array, labels: Array, weights: Array):
     transposed = settings.transposed
 
     def block(kernel_gradient: Array, inputs: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
@@ -216,7 +216,7 @@ def _forward(settings: _Settings, x: Array, kernel: Array, labels: Array, weight
     return ((losses * weights).sum(), losses), (_joined(dx), kernel_gradient.astype(kernel.dtype))
 
 
-def _backward(settings: _Settings, residuals: tuple, cotangents: tuple):  # noqa: ANN202
+def _backward(settings: _Settings, residuals: tuple, cotangents: tuple):
     dx, kernel_gradient = residuals
     scale = cotangents[0]
     return (dx * scale).astype(dx.dtype), (kernel_gradient * scale).astype(kernel_gradient.dtype), None, None

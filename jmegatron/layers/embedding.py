@@ -27,7 +27,7 @@ def pad_vocab_size(vocab_size: int, divisible_by: int, num_ranks: int) -> int:
 def padded_rows(init: Initializer, num_real: int) -> Initializer:
     """Returns `init` with every row from `num_real` on set to zero: rows that no token uses and no loss sees."""
 
-    def padded(key, shape, dtype):  # noqa: ANN001, ANN202
+    def padded(key, shape, dtype):
         values = init(key, shape, dtype)
         return jnp.where(jnp.arange(shape[0])[:, None] < num_real, values, 0).astype(dtype)
 

@@ -21,7 +21,9 @@ from jmegatron.partition import Initializer, ParameterSpec, normal, zeros
 Parameters = dict[str, Array]
 
 
-def matmul(x: Float[Array, "batch seq inner"], kernel: Float[Array, "inner *outer"]) -> Float[Array, "batch seq *outer"]:
+def matmul(
+    x: Float[Array, "batch seq inner"], kernel: Float[Array, "inner *outer"]
+) -> Float[Array, "batch seq *outer"]:
     """Returns x times kernel over `inner`; kernel may have any number of output dims. Communication: none.
 
     forward y = x K; dgrad dx = dy K^T; wgrad dK = x^T dy (over all tokens).
@@ -60,7 +62,7 @@ def row_parallel_specs(
     sequence_parallel: bool = False,
     kernel_init: Initializer | None = None,
 ) -> dict[str, ParameterSpec]:
-    """Returns the declarations of kernel [*in_features, out_features], divided along its first dim, and bias [out_features].
+    """Returns the declarations of kernel [*in_features, out_features] (first dim divided) and bias [out_features].
 
     The bias is replicated; under sequence parallelism each rank's gradient of it covers only the rank's tokens.
     """

@@ -48,9 +48,7 @@ def mlp_specs(
     s = settings
     inner = (2, s.ffn_hidden_size) if is_gated(s.activation) else s.ffn_hidden_size
     return {
-        "up": column_parallel_specs(
-            s.hidden_size, inner, axis=axis, use_bias=s.use_bias, kernel_init=kernel_init
-        ),
+        "up": column_parallel_specs(s.hidden_size, inner, axis=axis, use_bias=s.use_bias, kernel_init=kernel_init),
         "down": row_parallel_specs(
             s.ffn_hidden_size,
             s.hidden_size,

@@ -21,11 +21,10 @@ from jaxtyping import Array, Float, Integer, Key
 
 from jmegatron import partition, random
 from jmegatron.collectives import enter_region, own_slice
-from jmegatron.layers.attention import AttentionSettings, TokenContext
+from jmegatron.layers.attention import TokenContext
 from jmegatron.layers.cross_entropy import linear_cross_entropy
 from jmegatron.layers.embedding import padded_rows, vocab_parallel_embedding, vocab_parallel_embedding_specs
 from jmegatron.layers.linear import matmul
-from jmegatron.layers.mlp import MLPSettings
 from jmegatron.layers.norm import norm, norm_specs
 from jmegatron.models.transformer import LayerSettings, TensorParallel, layer_specs, transformer_stack
 from jmegatron.ops.rotary import rotary_angles
@@ -96,16 +95,16 @@ def gpt_specs(settings: GPTSettings, parallel: TensorParallel) -> Tree:
     """
     s = settings
     if s.padded_vocab_size % parallel.num_ranks:
-        raise ValueError(f"padded_vocab_size {s.padded_vocab_size} must be divisible by the {parallel.num_ranks} tp ranks")
+        raise ValueError(
+            f"padded_vocab_size {s.padded_vocab_size} must be divisible by the {parallel.num_ranks} tp ranks"
+        )
     init = partition.normal(s.init_std)
     output_init = partition.normal(s.init_std / (2 * s.num_layers) ** 0.5)
     rows = padded_rows(init, s.vocab_size) if s.mask_padded_vocab else init
     per_layer = layer_specs(s.layer, parallel, kernel_init=init, output_init=output_init)
     specs: Tree = {
         "embedding": {
-            "word": vocab_parallel_embedding_specs(
-                s.padded_vocab_size, s.hidden_size, axis=parallel.axis, init=rows
-            )
+            "word": vocab_parallel_embedding_specs(s.padded_vocab_size, s.hidden_size, axis=parallel.axis, init=rows)
         },
         "layers": partition.stack(per_layer, s.num_layers),
         "final_norm": norm_specs(

@@ -72,7 +72,7 @@ def attention(
     return _unfused(query, key, value, causal, mask, dropout)
 
 
-def _unfused(query, key, value, causal, mask, dropout):  # noqa: ANN001, ANN202
+def _unfused(query, key, value, causal, mask, dropout):
     batch, seq, heads, head_dim = query.shape
     seq_kv, kv_heads = key.shape[1], key.shape[2]
     grouped = query.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim)
@@ -83,7 +83,7 @@ def _unfused(query, key, value, causal, mask, dropout):  # noqa: ANN001, ANN202
     if visible is not None:
         scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
     probabilities = jax.nn.softmax(scores, axis=-1)
-    if mask is not None:
+    if mask is not None and visible is not None:
         # A row that sees nothing came out uniform: zero it, so that hidden values never leak.
         probabilities = jnp.where(visible, probabilities, 0.0)
     if dropout is not None:

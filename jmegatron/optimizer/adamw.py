@@ -31,9 +31,7 @@ class AdamWSettings:
     """Largest global gradient norm; 0: no clipping."""
 
 
-def adamw(
-    settings: AdamWSettings, schedule: LearningRateSchedule, decay_mask: Tree
-) -> optax.GradientTransformation:
+def adamw(settings: AdamWSettings, schedule: LearningRateSchedule, decay_mask: Tree) -> optax.GradientTransformation:
     """Returns the stock optax AdamW; `decay_mask` says which parameters decay (by what they are, not by rank)."""
     return optax.adamw(
         schedule,

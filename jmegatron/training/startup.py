@@ -125,10 +125,11 @@ def startup_lines(config: Config, mesh: Mesh, specs: Any, cache: str) -> list[st
     devices = mesh.devices.flatten()
     lines = [
         "versions: " + ", ".join(f"{name} {version}" for name, version in versions().items()),
-        f"devices: {devices.size} x {devices[0].device_kind} ({devices[0].platform}), {jax.process_count()} process(es)",
+        f"devices: {devices.size} x {devices[0].device_kind} ({devices[0].platform}), {jax.process_count()} processes",
         f"XLA_FLAGS: {os.environ.get('XLA_FLAGS') or '(none)'}",
         f"compilation cache: {cache}",
-        "mesh: " + ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        "mesh: "
+        + ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         + (", sequence parallel" if config.parallel.sequence_parallel and mesh.shape["tp"] > 1 else ""),
     ]
     lines += [f"ignored: {flag} ({reason})" for flag, reason in config.ignored_flags]

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key
 
 from jmegatron import partition
-from jmegatron.collectives import sum_over, vary
+from jmegatron.collectives import axis_size, sum_over, vary
 from jmegatron.mesh import BATCH_AXES, DATA_AXES, batch_spec
 from jmegatron.models.gpt import GPTSettings, Tokens, gpt_loss, gpt_specs
 from jmegatron.models.transformer import TensorParallel
@@ -93,18 +93,13 @@ def local_gradients(
     Runs inside shard_map. Communication: tp as in `gpt_loss` per micro-batch; once a step an all-reduce of the fp32
     gradients over (dp, ep, cp), of the partial leaves over tp as well, and of two scalars.
     """
-    data_ranks = 1
-    for axis in DATA_AXES:
-        data_ranks *= jax.lax.axis_size(axis)
-    weights = _token_weights(batch.loss_mask, settings.per_token, data_ranks)
+    weights = _token_weights(batch.loss_mask, settings.per_token, axis_size(DATA_AXES))
     tokens = Tokens(batch.tokens, batch.labels, weights, batch.sample_ids)
     varying = partition.map_specs(lambda s, p: vary(p, (*DATA_AXES, *s.partial_axes)), specs, parameters)
 
     def loss(parameters: Tree, one: tuple[Tokens, Array]) -> tuple[Array, Tree]:
         microbatch, mask = one
-        objective, losses = gpt_loss(
-            parameters, microbatch, settings.model, settings.parallel, dropout_key=dropout_key
-        )
+        objective, losses = gpt_loss(parameters, microbatch, settings.model, settings.parallel, dropout_key=dropout_key)
         return objective, {"loss_sum": (losses * mask).sum(), "num_tokens": mask.sum()}
 
     report, gradients = accumulate_gradients(loss, varying, (tokens, batch.loss_mask))
@@ -154,9 +149,7 @@ def make_train_step(
     """
     gradient_function = make_gradient_function(settings, mesh)
 
-    def train_step(
-        state: TrainState, batch: Batch, dropout_key: Key[Array, ""] | None
-    ) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: Batch, dropout_key: Key[Array, ""] | None) -> tuple[TrainState, Metrics]:
         report, gradients = gradient_function(state.parameters, batch, dropout_key)
         grad_norm = global_norm(gradients)
         gradients = clip_by_norm(gradients, grad_norm, settings.optimizer.clip_grad)

@@ -8,9 +8,7 @@ from support import assert_equal_steps, random_batch, run_gradients, tiny_gpt
 MODELS = {
     "gpt2": dict(),
     "gpt2_dropout": dict(dropout=0.3),
-    "llama": dict(
-        normalization="RMSNorm", activation="swiglu", bias=False, position="rope", tied=False, kv_heads=2
-    ),
+    "llama": dict(normalization="RMSNorm", activation="swiglu", bias=False, position="rope", tied=False, kv_heads=2),
     "one_kv_head": dict(kv_heads=1, position="rope", qk_norm=True, normalization="RMSNorm", activation="geglu"),
     "two_kv_heads_dropout": dict(kv_heads=2, position="none", tied=False, dropout=0.2, activation="squared_relu"),
 }
@@ -51,7 +49,14 @@ LAYOUTS = [
 CASES = [(model, *layout) for model in ("gpt2", "llama") for layout in LAYOUTS] + [
     (model, *layout)
     for model in ("gpt2_dropout", "one_kv_head", "two_kv_heads_dropout")
-    for layout in ((1, 1, False, 2), (1, 4, False, 1), (1, 4, True, 2), (1, 8, True, 1), (2, 2, False, 2), (4, 2, True, 2))
+    for layout in (
+        (1, 1, False, 2),
+        (1, 4, False, 1),
+        (1, 4, True, 2),
+        (1, 8, True, 1),
+        (2, 2, False, 2),
+        (4, 2, True, 2),
+    )
 ]
 
 
