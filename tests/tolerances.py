@@ -12,6 +12,11 @@ MATMUL_FLOPS_RATIO = 1.02
 """P4: executed over theoretical matmul FLOPs."""
 LEARNING_RATE_RELATIVE = 1e-5
 """fp32 learning rate against the reference's float64: cos of an fp32 angle, relative to a rate that decays tenfold."""
-TRAINED_WEIGHTS_ABSOLUTE = 2e-4
+LEARNING_RATE_OF_PEAK = 1e-7
+"""Added to the above, as a part of the peak: 1 + cos cancels near the end of a decay to 0 (fp32 resolves 6e-8)."""
+TRAINED_WEIGHTS_ABSOLUTE = 2e-5
 """P2: weights after 20 AdamW steps at 2e-3. Adam divides by the gradient's own size, so that an element whose gradient
-is rounding noise may move by up to a tenth of a step in either direction."""
+is small may carry its rounding into the step: 1 % of one step is allowed (seen: 3e-7)."""
+BF16_RELATIVE = 2e-2
+"""bfloat16 against fp32 on the same rounded inputs, max-abs over max-abs: 8 bits of mantissa (4e-3) rounded a few times
+on the way (logits, their gradient, the result)."""

@@ -34,17 +34,23 @@ class CheckpointFolder:
       path: the folder; created when saving.
       option: name of the option it came from, for messages.
       read_only: for restoring only: nothing is created.
+
+    Raises:
+      UsageError: the path is a file.
     """
 
     def __init__(self, path: str, *, option: str, read_only: bool = False):
-        # Orbax logs each save in several lines at INFO; the training log says it in one.
-        logging.getLogger("absl").setLevel(logging.WARNING)
+        # Orbax logs each save in several lines and warns of what it was asked for (read_only); the training log says
+        # it in one.
+        logging.getLogger("absl").setLevel(logging.ERROR)
         self._path = Path(path).absolute()
         self._option = option
         self._manager = None
+        if self._path.exists() and not self._path.is_dir():
+            raise UsageError(f"--{option} {path}: is a file, expected a folder; fix: give the folder of checkpoints")
         if not read_only or self._path.is_dir():
             options = ocp.CheckpointManagerOptions(create=not read_only, read_only=read_only)
-            self._manager = ocp.CheckpointManager(self._path, options=options)
+            self._manager = ocp.CheckpointManager(self._path, options=options, item_handlers=_handlers())
 
     def __enter__(self) -> "CheckpointFolder":
         """Returns itself."""
@@ -61,25 +67,29 @@ class CheckpointFolder:
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
         """Starts writing a checkpoint; the arrays may be donated as soon as this returns.
 
-        Does nothing if the step is already there (a run that resumed and had nothing left to do).
+        Raises:
+          UsageError: an earlier save could not be written.
         """
         assert self._manager is not None
-        if step in self._manager.all_steps():
-            return
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-        if not self._manager.save(step, args=args, force=True):
-            raise RuntimeError(f"{self._option} {self._path}: Orbax refused to save step {step}")
+        try:
+            saved = self._manager.save(step, args=args, force=True)
+        except (OSError, ValueError) as error:
+            raise self._unwritable(error) from error
+        if not saved:
+            raise RuntimeError(f"--{self._option} {self._path}: Orbax refused to save step {step}")
 
     def read_meta(self, step: int) -> dict[str, Any]:
-        """Returns the JSON of a step.
+        """Returns the JSON of a step, with at least `consumed_samples` and `config`.
 
         Raises:
           UsageError: it cannot be read.
         """
         assert self._manager is not None
         try:
-            return dict(self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            meta = dict(self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"])
+            return {**meta, "consumed_samples": int(meta["consumed_samples"]), "config": str(meta["config"])}
+        except Exception as error:  # Orbax's own, or a key that is not there
             raise self._unreadable(step, error) from error
 
     def restore(self, step: int, abstract_state: Any) -> Any:
@@ -91,28 +101,69 @@ class CheckpointFolder:
         assert self._manager is not None
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
         try:
-            state = self._manager.restore(step, args=args)["state"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._compare(step, abstract_state)
+            return self._manager.restore(step, args=args)["state"]
+        except Exception as error:  # Orbax raises a bare Exception for a damaged array
             raise self._unreadable(step, error) from error
-        for path, (got, expected) in zip(
-            jax.tree_util.tree_flatten_with_path(abstract_state)[0],
-            zip(jax.tree.leaves(state), jax.tree.leaves(abstract_state), strict=True),
-            strict=True,
-        ):
-            if got.shape != expected.shape:
-                name = jax.tree_util.keystr(path[0])
-                raise self._unreadable(step, ValueError(f"{name} has shape {got.shape}, expected {expected.shape}"))
-        return state
+
+    def _compare(self, step: int, abstract_state: Any) -> None:
+        """Names what differs; Orbax would cast dtypes silently and leave out which array has another shape."""
+        assert self._manager is not None
+        saved = _shapes(self._manager.item_metadata(step)["state"].tree)
+        expected = _shapes(abstract_state)
+        for name in sorted(saved.keys() | expected.keys()):
+            if saved.get(name) != expected.get(name):
+                raise ValueError(f"{name} is {saved.get(name, 'not there')}, expected {expected.get(name, 'none')}")
 
     def close(self) -> None:
-        """Waits until everything is written, and raises what went wrong while writing."""
-        if self._manager is not None:
-            self._manager.wait_until_finished()
-            self._manager.close()
-            self._manager = None
+        """Waits until everything is written.
+
+        Raises:
+          UsageError: it could not be written.
+        """
+        manager, self._manager = self._manager, None
+        if manager is None:
+            return
+        try:
+            manager.wait_until_finished()
+            manager.close()
+        except (OSError, ValueError) as error:
+            raise self._unwritable(error) from error
 
     def _unreadable(self, step: int, error: BaseException) -> UsageError:
+        # TensorStore's messages go on with pages of its own settings.
+        what = f"{type(error).__name__}: {str(error).partition(' See full')[0][:500]}"
         return UsageError(
-            f"--{self._option} {self._path}: the checkpoint of step {step} cannot be restored into this run: {error};"
+            f"--{self._option} {self._path}: the checkpoint of step {step} cannot be restored into this run: {what};"
             " fix: give a folder that was saved by the same model, or remove the damaged step"
         )
+
+    def _unwritable(self, error: BaseException) -> UsageError:
+        return UsageError(
+            f"--{self._option} {self._path}: a checkpoint could not be written: {error}; the last complete one is step"
+            f" {self._newest_on_disk()}; fix: make room, or give another folder, and --load {self._path} to go on"
+        )
+
+    def _newest_on_disk(self) -> int | None:
+        try:
+            with CheckpointFolder(str(self._path), option=self._option, read_only=True) as folder:
+                return folder.latest_step()
+        except (OSError, ValueError):
+            return None
+
+
+def _handlers() -> dict[str, Any]:
+    """Returns what Orbax needs to know to tell shapes without reading arrays."""
+    return {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    """Returns path -> dtype and shape of each array in a tree of arrays, abstract arrays or Orbax's records of them."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {
+        ".".join(
+            str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
+        ): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves
+        if hasattr(leaf, "shape")
+    }

@@ -148,8 +148,10 @@ def resolve_for_run(config: Config, num_devices: int) -> tuple[Config, Any]:
     return resolve(config, vocab_size, dp * config.parallel.expert_model_parallel_size), tokenizer
 
 
-def build_data(config: Config, tokenizer: Any) -> Sources:
+def build_data(config: Config, tokenizer: Any, resume: "Resume | None" = None) -> Sources:
     """Returns the training, validation and test samples (None where there are none).
+
+    A resumed run's batches follow on the samples it consumed, also when the global batch size is another one now.
 
     Raises:
       UsageError: data are missing or damaged, or evaluation is asked for and there is nothing to evaluate on.
@@ -159,8 +161,9 @@ def build_data(config: Config, tokenizer: Any) -> Sources:
     prefix = ensure_demo_corpus(data.data_cache_path) if data.demo_data else None
     if data.data_path:
         (prefix,) = data.data_path
+    size = training.global_batch_size
+    steps_left = training.train_iters - (resume.step if resume else 0)
     evaluations = training.train_iters // training.eval_interval + 1
-    batches = (training.train_iters, evaluations * training.eval_iters, training.eval_iters)
     train, valid, test = build_gpt_datasets(
         prefix,
         mock=data.mock_data,
@@ -169,9 +172,9 @@ def build_data(config: Config, tokenizer: Any) -> Sources:
         seed=training.seed,
         split=data.split,
         num_samples=(
-            batches[0] * training.global_batch_size,
-            batches[1] * training.global_batch_size,
-            batches[2] * training.global_batch_size,
+            (resume.consumed_samples if resume else 0) + max(steps_left, 0) * size,
+            evaluations * training.eval_iters * size,
+            training.eval_iters * size,
         ),
         cache_dir=data.data_cache_path,
         eod_token=None if tokenizer is None else tokenizer.eod,
@@ -217,14 +220,23 @@ class Evaluator:
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
-def load_checkpoint(program: Program, say: Any) -> tuple[TrainState, int] | None:
-    """Returns (state, consumed samples) of the newest checkpoint in --load, or None if there is none yet.
+@dataclasses.dataclass(frozen=True)
+class Resume:
+    """The checkpoint that a run goes on from."""
+
+    path: str
+    step: int
+    consumed_samples: int
+    saved: Config
+    """Resolved options of the run that saved it."""
+
+
+def find_checkpoint(path: str | None, say: Any) -> Resume | None:
+    """Returns the newest checkpoint in --load, or None if there is none yet; touches no device.
 
     Raises:
       UsageError: it cannot be read.
-      ConfigError: it was saved by another model.
     """
-    path = program.config.checkpoint.load
     if not path:
         return None
     with CheckpointFolder(path, option="load", read_only=True) as folder:
@@ -233,40 +245,97 @@ def load_checkpoint(program: Program, say: Any) -> tuple[TrainState, int] | None
             say(f"--load {path}: no checkpoint there yet, starting from random weights")
             return None
         meta = folder.read_meta(step)
-        _check_same_model(program.config, config_from_yaml(meta["config"], where=f"checkpoint {path}"), path)
-        state = folder.restore(step, program.abstract_state())
-    say(f"resumed from {path}, step {step}, consumed samples {meta['consumed_samples']}")
-    return state, int(meta["consumed_samples"])
+    saved = config_from_yaml(meta["config"], where=f"checkpoint {path}")
+    return Resume(path, step, int(meta["consumed_samples"]), saved)
 
 
-_SHAPE_OPTIONS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "normalization",
-    "apply_layernorm_1p",
-    "activation",
-    "disable_bias_linear",
-    "add_qkv_bias",
-    "untie_embeddings_and_output_weights",
-    "qk_layernorm",
-    "vocab_size",
-    "padded_vocab_size",
+def load_state(program: Program, resume: Resume, say: Any) -> TrainState:
+    """Returns the state of a checkpoint on the devices of this run.
+
+    Raises:
+      UsageError: it cannot be read.
+    """
+    with CheckpointFolder(resume.path, option="load", read_only=True) as folder:
+        state = folder.restore(resume.step, program.abstract_state())
+    say(f"resumed from {resume.path}, step {resume.step}, consumed samples {resume.consumed_samples}")
+    for line in changed_options(program.config, resume.saved):
+        say(line)
+    return state
+
+
+def check_save_folder(path: str | None, first: int) -> None:
+    """Refuses a --save folder with steps beyond the run's first: they would not be replaced, and be resumed from.
+
+    Raises:
+      UsageError: it has some.
+    """
+    if not path:
+        return
+    with CheckpointFolder(path, option="save", read_only=True) as folder:
+        newest = folder.latest_step()
+    if newest is not None and newest > first:
+        raise UsageError(
+            f"--save {path}: holds a checkpoint of step {newest}, but this run starts at step {first}; expected a"
+            f" folder without later steps; fix: go on from it with --load {path}, or give another folder"
+        )
+
+
+_NO_NUMBERS = ("exit_interval", "eval_interval", "eval_iters", "data_cache_path")
+"""Options of the sections below that do not change what a step computes."""
+
+
+def changed_options(config: Config, saved: Config) -> list[str]:
+    """Returns a line for each option that decides a run's numbers and is another one than in the checkpoint."""
+    lines = []
+    for section in ("model", "optimizer", "training", "data"):
+        now, then = (dataclasses.asdict(getattr(c, section)) for c in (config, saved))
+        lines += [
+            f"changed since the checkpoint: {section}.{name} {now[name]} applies (saved with {then[name]})"
+            for name in now
+            if now[name] != then[name] and name not in _NO_NUMBERS
+        ]
+    return lines
+
+
+_STRUCTURE_OPTIONS = (
+    "training.bf16",
+    "model.num_layers",
+    "model.hidden_size",
+    "model.ffn_hidden_size",
+    "model.num_attention_heads",
+    "model.num_query_groups",
+    "model.kv_channels",
+    "model.max_position_embeddings",
+    "model.position_embedding_type",
+    "model.normalization",
+    "model.apply_layernorm_1p",
+    "model.activation",
+    "model.disable_bias_linear",
+    "model.add_qkv_bias",
+    "model.untie_embeddings_and_output_weights",
+    "model.qk_layernorm",
+    "model.vocab_size",
+    "model.padded_vocab_size",
 )
+"""What the tree of arrays follows from."""
 
 
-def _check_same_model(config: Config, saved: Config, path: str) -> None:
-    for name in _SHAPE_OPTIONS:
-        now, then = getattr(config.model, name), getattr(saved.model, name)
+def check_same_model(config: Config, resume: Resume) -> None:
+    """Compares everything that the arrays' shapes follow from.
+
+    Raises:
+      ConfigError: something differs.
+    """
+    for name in _STRUCTURE_OPTIONS:
+        section, option = name.split(".")
+        now, then = (getattr(getattr(c, section), option) for c in (config, resume.saved))
         if now != then:
+            flag = f"--{option.replace('_', '-')} {then}"
+            if isinstance(then, bool):
+                flag = f"--{'' if then else 'no-'}{option.replace('_', '-')}"
             raise ConfigError(
-                f"--load {path}: model.{name} is {now}, but the checkpoint was saved with {then}; fix: give"
-                f" --{name.replace('_', '-')} {then}, or another --load folder"
+                f"--load {resume.path}: {name} is {now}, but the checkpoint was saved with {then}; fix: give {flag}, or"
+                " another --load folder"
             )
 
 
@@ -289,6 +358,10 @@ class Profile:
         self._first, self._end = logging.profile_step_start, logging.profile_step_end
         self._wanted, self._running = logging.profile, False
 
+    def misses(self, first: int, last: int) -> bool:
+        """Returns whether a trace is wanted of which no step lies in first .. last."""
+        return self._wanted and (self._first > last or self._end <= first)
+
     def before(self, step: int) -> None:
         """Starts the trace if `step` is the first one to record."""
         if self._wanted and not self._running and self._first <= step < self._end:
@@ -309,24 +382,27 @@ class Profile:
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------
-def run(config: Config) -> None:
-    """Trains as the options say; returns when done.
+def run(config: Config, devices: list[Any] | None = None) -> None:
+    """Trains as the options say on the devices (default: all that JAX finds); returns when done.
 
     Raises:
       UsageError: something the user can put right (exit status 2).
     """
     startup.check_outputs(config)
     startup.configure_devices(config)
-    devices = jax.devices()
+    devices = devices or jax.devices()
     config, tokenizer = resolve_for_run(config, len(devices))
-    sources = build_data(config, tokenizer)
+    resume = find_checkpoint(config.checkpoint.load, _say_first)
+    if resume:
+        check_same_model(config, resume)
+    check_save_folder(config.checkpoint.save, resume.step if resume else 0)
+    sources = build_data(config, tokenizer, resume)
     cache = startup.configure_compilation_cache(config)
     program = build_program(config, devices)
     for line in startup.startup_lines(config, program.mesh, program.specs, cache):
         _say_first(line)
-    loaded = load_checkpoint(program, _say_first)
-    state, consumed = loaded if loaded else (program.init(), 0)
-    _train(program, state, consumed, sources)
+    state = load_state(program, resume, _say_first) if resume else program.init()
+    _train(program, state, resume.consumed_samples if resume else 0, sources)
 
 
 def _say_first(text: str) -> None:
@@ -381,6 +457,8 @@ def _train(program: Program, state: TrainState, consumed: int, sources: Sources)
             if first >= training.train_iters:
                 reporter.say(f"nothing to do: step {first} of {training.train_iters} is already reached")
                 return
+            if profile.misses(first + 1, training.train_iters):
+                reporter.say(f"--profile: its steps are not among {first + 1} .. {training.train_iters}: no trace")
             state = _steps(program, state, consumed, sources[0], reporter, folder, evaluate, profile)
             if evaluate.has("test") and int(state.step) == training.train_iters:
                 reporter.evaluation(int(state.step), "test", evaluate(state.parameters, "test"))
@@ -424,10 +502,15 @@ def _steps(
                 jax.block_until_ready(metrics)
                 reporter.step(report(step, metrics, consumed, clock.read()))
             leave = training.exit_interval is not None and step % training.exit_interval == 0
+            evaluating = evaluate.has("valid") and (step == last or _is_due(step, training.eval_interval))
+            saving = folder is not None and (leave or step == last or _is_due(step, config.checkpoint.save_interval))
+            if evaluating or saving:
+                jax.block_until_ready(metrics)  # queued steps are no pause
             start = time.perf_counter()
-            if evaluate.has("valid") and (step % training.eval_interval == 0 or step == last):
+            if evaluating:
                 reporter.evaluation(step, "valid", evaluate(state.parameters, "valid"))
-            if folder is not None and (leave or step == last or _is_due(step, config.checkpoint.save_interval)):
+            if saving:
+                assert folder is not None
                 folder.save(step, state, _meta(config, step, consumed))
                 reporter.say(f"saving checkpoint at iteration {step} to {config.checkpoint.save}")
             clock.pause(time.perf_counter() - start)

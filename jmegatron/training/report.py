@@ -4,6 +4,7 @@ Only the first process reports. The log line has the fields and the order that t
 (training.py training_log); the metrics file has one JSON object a line.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -62,8 +63,8 @@ def log_line(report: StepReport, *, train_iters: int, global_batch_size: int, nu
 
 
 def perplexity(loss: float) -> float:
-    """Returns exp(min(20, loss)), the reference's bounded perplexity."""
-    return math.exp(min(20.0, loss))
+    """Returns exp(min(20, loss)), the reference's bounded perplexity; NaN stays NaN."""
+    return math.exp(min(loss, 20.0))
 
 
 class Reporter:
@@ -101,7 +102,7 @@ class Reporter:
         if not active:
             return
         if settings.metrics_file:
-            self._file = _open_for_append(settings.metrics_file)
+            self._file = open_for_append(settings.metrics_file)
         if settings.tensorboard_dir:
             from tensorboardX import SummaryWriter
 
@@ -174,13 +175,32 @@ class Reporter:
         if self._file is not None:
             # NaN is no JSON: a reader must not fail on the very step it looks for.
             clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-            self._file.write(json.dumps(clean) + "\n")
-            self._file.flush()
+            self._write(json.dumps(clean) + "\n")
         if self._writer is not None:
             for name, value in known.items():
                 self._writer.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(known, step=step)
+
+    def _write(self, text: str) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            # Closing would try to write the rest once more and fail again.
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                file.close()
+            raise unwritable("metrics_file", file.name, error) from error
+
+
+def unwritable(option: str, path: str, error: OSError) -> UsageError:
+    """Returns the error for a file or folder of an option that cannot be written."""
+    return UsageError(
+        f"--{option.replace('_', '-')} {path}: cannot be written ({error.strerror or error}); fix: give a place that"
+        " you may write to and that has room"
+    )
 
 
 def import_wandb() -> Any:
@@ -199,12 +219,14 @@ def import_wandb() -> Any:
     return wandb
 
 
-def _open_for_append(path: str) -> IO[str]:
+def open_for_append(path: str) -> IO[str]:
+    """Returns the metrics file, created with its folder if it is not there.
+
+    Raises:
+      UsageError: that fails.
+    """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         return open(path, "a", encoding="utf-8")
     except OSError as error:
-        raise UsageError(
-            f"--metrics-file {path}: cannot be written ({error.strerror}); fix: give a path in a folder that you may"
-            " write to"
-        ) from error
+        raise unwritable("metrics_file", path, error) from error

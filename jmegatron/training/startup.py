@@ -15,9 +15,9 @@ import jmegatron
 from jmegatron import partition
 from jmegatron.config import Config
 from jmegatron.errors import UsageError
-from jmegatron.planner import formulas
+from jmegatron.planner import cards, formulas
 from jmegatron.training.build import compute_dtype, formula_shape
-from jmegatron.training.report import import_wandb
+from jmegatron.training.report import import_wandb, open_for_append, unwritable
 
 MIB = 2**20
 
@@ -79,10 +79,7 @@ def check_writable_folder(folder: str, option: str) -> None:
         with tempfile.NamedTemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UsageError(
-            f"--{option.replace('_', '-')} {folder}: cannot be written ({error.strerror}); fix: give a folder that you"
-            " may write to"
-        ) from error
+        raise unwritable(option, folder, error) from error
 
 
 def check_outputs(config: Config) -> None:
@@ -97,10 +94,7 @@ def check_outputs(config: Config) -> None:
     if config.logging.tensorboard_dir:
         check_writable_folder(config.logging.tensorboard_dir, "tensorboard_dir")
     if config.logging.metrics_file:
-        path = Path(config.logging.metrics_file)
-        if path.is_dir():
-            raise UsageError(f"--metrics-file {path}: is a folder, expected a file; fix: add a file name")
-        check_writable_folder(str(path.absolute().parent), "metrics_file")
+        open_for_append(config.logging.metrics_file).close()
     if config.logging.profile:
         check_writable_folder(profile_dir(config), "profile_dir")
     if config.logging.wandb_project:
@@ -133,7 +127,8 @@ def startup_lines(config: Config, mesh: Mesh, specs: Any, cache: str) -> list[st
         + (", sequence parallel" if config.parallel.sequence_parallel and mesh.shape["tp"] > 1 else ""),
     ]
     lines += [f"ignored: {flag} ({reason})" for flag, reason in config.ignored_flags]
-    return lines + _parameter_lines(config, specs) + _memory_lines(config, mesh, specs)
+    lines += _parameter_lines(config, specs) + _memory_lines(config, mesh, specs)
+    return [*lines, _flops_line(config, devices[0].device_kind), _evaluation_line(config)]
 
 
 def _parameter_lines(config: Config, specs: Any) -> list[str]:
@@ -155,6 +150,31 @@ def _memory_lines(config: Config, mesh: Mesh, specs: Any) -> list[str]:
     }
     text = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items() if size)
     return [f"model state per device (MiB): {text}; sum {sum(parts.values()) / MIB:,.1f}"]
+
+
+def _flops_line(config: Config, device_kind: str) -> str:
+    training = config.training
+    assert training.global_batch_size is not None
+    tokens = training.global_batch_size * config.model.seq_length
+    flops = formulas.model_flops_per_step(formula_shape(config), tokens, causal_skip=True)
+    card = cards.card_of_device_kind(device_kind)
+    peak = f"not reported: no peak known for {device_kind}"
+    if card is not None:
+        peak = f"against {card.peak_bf16_flops / 1e12:,.0f} TFLOP/s dense bf16 a device ({card.name})"
+    return (
+        f"FLOPs: {flops:.4g} a step ({tokens:,} tokens): 3 x forward matmuls, causal attention counted as half, output"
+        f" layer with padding included, recompute not; MFU {peak}"
+    )
+
+
+def _evaluation_line(config: Config) -> str:
+    training = config.training
+    if not training.eval_iters:
+        return "evaluation: off (--eval-iters 0)"
+    return (
+        f"evaluation: every {training.eval_interval} steps and after the last, on the first {training.eval_iters} x"
+        f" {training.global_batch_size} sequences of the validation split"
+    )
 
 
 def compiled_line(compiled: Any, seconds: float) -> str:

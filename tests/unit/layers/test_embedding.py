@@ -56,7 +56,14 @@ def test_a_token_outside_the_vocabulary_gives_zeros():
 
 @pytest.mark.parametrize(
     ("vocab", "divisible_by", "ranks", "expected"),
-    [(50257, 128, 1, 50304), (50257, 128, 8, 51200), (128, 128, 1, 128), (129, 128, 1, 256), (29, 8, 4, 32), (1, 1, 1, 1)],
+    [
+        (50257, 128, 1, 50304),
+        (50257, 128, 8, 51200),
+        (128, 128, 1, 128),
+        (129, 128, 1, 256),
+        (29, 8, 4, 32),
+        (1, 1, 1, 1),
+    ],
 )
 def test_vocabulary_is_padded_to_the_reference_size(vocab, divisible_by, ranks, expected):
     assert pad_vocab_size(vocab, divisible_by, ranks) == expected

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from layer_support import FEATURES, SEQUENCE, WHOLE, check_module, dense, mesh_of, normal, sharded
-from layer_support import assert_equal_results
+from layer_support import FEATURES, SEQUENCE, WHOLE, assert_equal_results, check_module, dense, mesh_of, normal, sharded
 
 from jmegatron import partition
 from jmegatron.layers import (
@@ -69,7 +68,12 @@ def test_column_parallel_equals_the_dense_layer_and_its_gradients(dp, tp, sequen
 def test_row_parallel_equals_the_dense_layer_and_its_gradients(dp, tp, sequence_parallel, input_is_parallel, inside):
     def make(axis):
         return RowParallelLinear(
-            12, 16, axis=axis, rngs=nnx.Rngs(0), sequence_parallel=sequence_parallel, input_is_parallel=input_is_parallel
+            12,
+            16,
+            axis=axis,
+            rngs=nnx.Rngs(0),
+            sequence_parallel=sequence_parallel,
+            input_is_parallel=input_is_parallel,
         )
 
     check_module(

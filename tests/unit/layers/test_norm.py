@@ -16,7 +16,9 @@ def rms_norm(p, x):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * p["scale"]
 
 
-@pytest.mark.parametrize(("dp", "tp", "spec", "inside"), [(1, 4, SEQUENCE, False), (2, 2, SEQUENCE, True), (2, 2, WHOLE, True)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "spec", "inside"), [(1, 4, SEQUENCE, False), (2, 2, SEQUENCE, True), (2, 2, WHOLE, True)]
+)
 @pytest.mark.parametrize(("module", "formula"), [(LayerNorm, layer_norm), (RMSNorm, rms_norm)])
 def test_norm_equals_its_formula_and_sums_the_gradient_of_its_scale(module, formula, dp, tp, spec, inside):
     make = lambda axis: module(12, rngs=nnx.Rngs(0))  # noqa: E731
