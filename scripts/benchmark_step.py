@@ -34,7 +34,7 @@ import optax
 from jmegatron.config import load_config
 from jmegatron.planner import formulas
 from jmegatron.training.build import formula_shape
-from jmegatron.training.loop import Program, build_program, resolve_for_run
+from jmegatron.training.program import Program, build_program, resolve_for_run
 
 LOSS_TOLERANCE = 1e-5
 NUM_LOSSES = 3

@@ -132,7 +132,7 @@ class OptimizerConfig:
     lr_warmup_iters: int = 0
     """Iterations over which the learning rate rises linearly."""
     lr_warmup_fraction: float | None = None
-    """The same as a part of lr_decay_iters, in [0, 1]; not together with lr_warmup_iters."""
+    """The same as a part of lr_decay_iters, in [0, 1); not together with lr_warmup_iters."""
     lr_warmup_init: float = 0.0
     """Learning rate that the warm-up starts from."""
     weight_decay: float = 0.01

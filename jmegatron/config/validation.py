@@ -70,8 +70,16 @@ _RANGES: dict[str, tuple[int | float, int | float]] = {
     "distributed_timeout_minutes": (1, _INF),
 }
 _LARGEST = 2**63 - 1
-# A probability of 1 or a beta of 1 would keep nothing; a base, factor or epsilon of 0 would divide by it.
-_OPEN_ABOVE = {"hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "label_smoothing"}
+# A probability or beta of 1 would keep nothing, a warm-up of the whole decay leaves none; a base, factor or epsilon of
+# 0 would divide by it.
+_OPEN_ABOVE = {
+    "hidden_dropout",
+    "attention_dropout",
+    "adam_beta1",
+    "adam_beta2",
+    "label_smoothing",
+    "lr_warmup_fraction",
+}
 _OPEN_BELOW = {
     "rotary_base",
     "rotary_percent",
@@ -387,14 +395,14 @@ def _check_warmup(config: Config) -> None:
             expected="one of the two",
             fix="remove one; --lr-warmup-iters 0 or --lr-warmup-fraction null takes back what the YAML file says",
         )
-    if optimizer.lr_warmup_iters > decay:
+    if optimizer.lr_warmup_iters >= decay:
         raise problem(
-            "The warm-up is longer than the decay that contains it.",
+            "The warm-up is as long as the decay that contains it.",
             where=("lr_warmup_iters", "lr_decay_iters", "train_iters"),
             got=f"lr_warmup_iters {optimizer.lr_warmup_iters}, "
             f"lr_decay_iters {decay}{'' if optimizer.lr_decay_iters else ' (derived from train_iters)'}",
-            expected="lr_warmup_iters of at most lr_decay_iters",
-            fix=f"set --lr-warmup-iters to {decay} or less, or raise --lr-decay-iters",
+            expected="lr_warmup_iters below lr_decay_iters",
+            fix=f"set --lr-warmup-iters to {decay - 1} or less, or raise --lr-decay-iters",
         )
 
 

@@ -5,12 +5,18 @@ global_batch_size, (train_iters // eval_interval + 1) * eval_iters * global_batc
 global_batch_size (Megatron-LM training.py:5419-5454).
 """
 
+import logging
 import os
 
 from jmegatron.data.gpt_dataset import GPTDataset, MockGPTDataset
 from jmegatron.data.indexed_dataset import IndexedDataset
 from jmegatron.data.split import DEFAULT_SPLIT, SPLIT_NAMES, split_ranges
 from jmegatron.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+TEST = 2
+"""Place of the test part among train, valid, test."""
 
 GPTSource = GPTDataset | MockGPTDataset
 GPTSources = tuple[GPTSource | None, GPTSource | None, GPTSource | None]
@@ -28,6 +34,7 @@ def build_gpt_datasets(
     cache_dir: str | os.PathLike[str] | None = None,
     eod_token: int | None = None,
     eod_mask_loss: bool = False,
+    require_test: bool = True,
 ) -> GPTSources:
     """Return (train, valid, test); an entry is None if 0 samples were asked for or its weight in `split` is 0.
 
@@ -41,6 +48,8 @@ def build_gpt_datasets(
         num_samples: samples needed of train, valid, test; None means one epoch (corpora only).
         cache_dir: folder for built indices (`--data-cache-path`); None builds each time.
         eod_token: id that ends a document; needed for `eod_mask_loss` only.
+        require_test: False gives None, with a warning in the log, where the test part rounds to no document. The
+            default split leaves one in a hundred for it, which small corpora do not have.
         eod_mask_loss: leave out the loss at places whose input is `eod_token`.
 
     Raises:
@@ -60,6 +69,9 @@ def build_gpt_datasets(
     def one(part: int) -> GPTDataset | None:
         sequence_range, samples = ranges[part], num_samples[part]
         if sequence_range is None or samples == 0:
+            return None
+        if part == TEST and not require_test and sequence_range[0] == sequence_range[1]:
+            logger.warning("--split %s leaves no document to the test part: there will be no test loss", split)
             return None
         return GPTDataset(
             indexed,

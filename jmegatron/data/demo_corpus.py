@@ -59,7 +59,7 @@ def ensure_demo_corpus(cache_dir: str | os.PathLike[str] | None = None) -> str:
                 _build(folder)
     except (OSError, DataFileError) as error:
         raise UsageError(
-            f"the demo corpus cannot be written to {folder}: {error}; fix: name a writable folder with --cache-dir or "
+            f"the demo corpus cannot be written to {folder}: {error}; fix: a writable folder for --data-cache-path or "
             "the environment variable XDG_CACHE_HOME"
         ) from error
     return prefix

@@ -184,11 +184,12 @@ def _project(parameters: Tree, x: Array, s: AttentionSettings, axis: str | None)
         query = query + parameters["query"]["bias"]
     kernel, bias = parameters["key_value"]["kernel"], parameters["key_value"].get("bias")
     ranks = axis_size(axis)
-    if s.num_kv_heads % ranks:
-        # Fewer kv heads than ranks: compute only the one that this rank's query heads use.
-        head = axis_rank(axis) * s.num_kv_heads // ranks
-        kernel = lax.dynamic_slice_in_dim(kernel, head, 1, 1)
-        bias = bias if bias is None else lax.dynamic_slice_in_dim(bias, head, 1, 0)
+    if ranks > 1 and kernel.shape[1] == s.num_kv_heads:
+        # Replicated, since there are fewer kv heads than ranks: compute only those that this rank's query heads use.
+        # Asked of the kernel and not of the numbers, so that a layer declared for another rank count is right as well.
+        first, count = axis_rank(axis) * s.num_kv_heads // ranks, max(1, s.num_kv_heads // ranks)
+        kernel = lax.dynamic_slice_in_dim(kernel, first, count, 1)
+        bias = bias if bias is None else lax.dynamic_slice_in_dim(bias, first, count, 0)
     key_value = matmul(x, kernel)
     if bias is not None:
         key_value = key_value + bias

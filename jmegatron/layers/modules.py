@@ -5,6 +5,9 @@
     jax.shard_map(lambda state, x: nnx.merge(graph, state)(x),
                   mesh=mesh, in_specs=(nnx.get_partition_spec(state), P()), out_specs=P(None, None, "tp"))
 
+The mesh is a plain `jax.sharding.Mesh` (automatic axes). With `jax.make_mesh`'s explicit axes, JAX wants arguments that
+already lie as in_specs say: `jax.device_put` the state by its specs first, or pass axis_types=(AxisType.Auto, ...).
+
 Parameters are created whole, with global shapes, and carry their PartitionSpec as Flax metadata; shard_map hands each
 rank its part. `axis=None` makes a module its own unsharded reference. With sequence parallelism (and for q/k norms and
 replicated kv kernels) a replicated parameter's gradient is a part on each rank: differentiate outside the shard_map,

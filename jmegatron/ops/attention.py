@@ -33,7 +33,7 @@ def choose_backend(requested: str, *, platform: str, dtype: jnp.dtype, dropout: 
     if head_dim % 8 or head_dim > 128:
         reasons.append(f"kv_channels is {head_dim}, not a multiple of 8 up to 128")
     if requested == "fused" and reasons:
-        raise ValueError(f"attention_backend fused cannot serve: {'; '.join(reasons)}; use auto or unfused")
+        raise ValueError(f"attention_backend fused cannot serve: {'; '.join(reasons)}; fix: use auto or unfused")
     return "unfused" if requested == "unfused" or reasons else "fused"
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from training_runs import command, environment, read_metrics, saved_arrays, train, train_process, write_corpus
 
-from jmegatron.errors import UsageError
-from jmegatron.training.loop import Program
+from jmegatron.errors import ConfigError, UsageError
+from jmegatron.training.program import Program
 
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
@@ -79,6 +79,17 @@ def test_a_checkpoint_goes_on_at_another_mesh_with_the_same_samples(
 
 
 # ---- when checkpoints are written -----------------------------------------------------------------------------------
+def test_a_derived_padding_stays_that_of_the_checkpoint_on_another_mesh(tmp_path: Path) -> None:
+    folder = str(tmp_path / "save")
+    padding = (*NO_DROPOUT, "--padded-vocab-size", "null", "--make-vocab-size-divisible-by", "62")
+    whole = train(tmp_path, *padding, "--save", folder, "--save-interval", "3", "--exit-interval", "3")
+    assert "padded to 62" in whole.out
+    on = ("--load", folder, "--tensor-model-parallel-size", "2")
+    assert "padded to 62" in train(tmp_path, *padding, *on).out
+    with pytest.raises(ConfigError, match="padded_vocab_size is 128"):
+        train(tmp_path, *padding, *on, "--padded-vocab-size", "128")
+
+
 def test_checkpoints_come_every_save_interval_and_at_the_end(tmp_path: Path) -> None:
     run = train(tmp_path, *NO_DROPOUT, "--save", str(tmp_path / "save"), "--save-interval", "4")
     assert sorted(int(p.name) for p in (tmp_path / "save").iterdir()) == [4, 6]

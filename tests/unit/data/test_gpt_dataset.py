@@ -157,6 +157,14 @@ def test_split_rounded_to_nothing_stops_instead_of_looping_for_ever(small):
         _build(small, split="949,50,1", num_samples=(100, 10, 2))
 
 
+def test_empty_test_part_may_be_left_out_with_a_word(small, caplog):
+    train, valid, test = _build(small, split="949,50,1", num_samples=(100, 10, 2), require_test=False)
+    assert test is None
+    assert len(train) >= 100
+    assert len(valid) >= 10
+    assert "no test loss" in caplog.text
+
+
 def test_split_of_empty_sequences_only_stops(tmp_path):
     _corpus(tmp_path / "c", [[1, 2, 3, 4, 5], []])
     with pytest.raises(UsageError, match=r"valid part 1 of the 2 sequences .* with 0 tokens"):

@@ -11,7 +11,8 @@ from training_runs import OPTIONS, train, write_corpus
 
 from jmegatron.config import load_config
 from jmegatron.errors import UsageError
-from jmegatron.training.loop import Evaluator, Program, build_program, resolve_for_run
+from jmegatron.training.evaluation import Evaluator
+from jmegatron.training.program import Program, build_program, resolve_for_run
 
 SIZE, SEQ = 8, 16
 

@@ -11,7 +11,8 @@ from training_runs import MODEL, OPTIONS, VOCABULARY, train, write_corpus
 
 from jmegatron.config import load_config
 from jmegatron.training import startup
-from jmegatron.training.loop import Profile, build_program, resolve_for_run
+from jmegatron.training.profile import Profile
+from jmegatron.training.program import build_program, resolve_for_run
 
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
 

@@ -21,6 +21,7 @@ from jmegatron.config import LoggingConfig, load_config
 from jmegatron.errors import UsageError
 from jmegatron.planner import cards
 from jmegatron.training import loop
+from jmegatron.training.program import build_program, resolve_for_run
 from jmegatron.training.report import Reporter, StepReport, perplexity
 
 TIMES = ["step_time_s", "tokens_per_s", "tflops_per_device", "mfu"]
@@ -94,10 +95,10 @@ def test_the_log_interval_takes_the_mean_time_and_keeps_first_and_last(tmp_path:
 
 # ---- throughput -----------------------------------------------------------------------------------------------------
 def test_flops_and_mfu_equal_a_hand_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = loop.resolve_for_run(load_config(OPTIONS), 4)[0]
+    config = resolve_for_run(load_config(OPTIONS), 4)[0]
     monkeypatch.setattr(cards, "card_of_device_kind", lambda kind: cards.CARDS["h100"])
-    make = loop._make_report_function(loop.build_program(config, jax.devices()[:4]))
-    got = make(1, dict(loss=1.0, grad_norm=1.0, lr=1.0), 8, 0.25)
+    program = build_program(config, jax.devices()[:4])
+    got = loop.step_report(program, 1, {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0}, 8, 0.25)
     # h 32, ffn 128, s 16, padded vocabulary 64, 2 layers; 8 x 16 = 128 tokens; a multiply and an add are 2 FLOPs.
     layer = 2 * (32 * 3 * 32 + 32 * 32 + 2 * 32 * 128)
     attention = 2 * 2 * 16 * 32 / 2  # scores and values over s positions, causally half

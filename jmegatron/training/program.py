@@ -1,0 +1,132 @@
+"""Mesh, shardings and jittable steps of a resolved config: what training and a dry run have in common.
+
+No communication here; collectives happen inside the steps.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jmegatron import partition, random
+from jmegatron.config import Config, resolve, validate_for_devices
+from jmegatron.data.tokenizers import build_tokenizer
+from jmegatron.mesh import build_mesh
+from jmegatron.models.gpt import gpt_specs
+from jmegatron.optimizer.adamw import adamw
+from jmegatron.training.build import learning_rate_schedule, step_settings
+from jmegatron.training.state import TrainState, init_state, train_state_shardings
+from jmegatron.training.step import Batch, StepSettings, batch_shardings, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Mesh, compiled steps and shardings of a run."""
+
+    config: Config
+    mesh: Mesh
+    settings: StepSettings
+    specs: Any
+    optimizer: Any
+    state_shardings: TrainState
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a step."""
+        training = self.config.training
+        assert training.global_batch_size is not None
+        data_ranks = self.mesh.shape["dp"] * self.mesh.shape["ep"]
+        return training.global_batch_size // (training.micro_batch_size * data_ranks)
+
+    def init(self) -> TrainState:
+        """Returns the state before the first step, created where it lies."""
+        key = random.parameter_key(jax.random.key(self.config.training.seed), "parameters")
+        create = lambda key: init_state(self.specs, key, self.optimizer, self.settings.compute_dtype)  # noqa: E731
+        return jax.jit(create, out_shardings=self.state_shardings)(key)
+
+    def abstract_state(self) -> TrainState:
+        """Returns shapes, dtypes and shardings of the state."""
+        key = jax.random.key(0)
+        shapes = jax.eval_shape(
+            lambda key: init_state(self.specs, key, self.optimizer, self.settings.compute_dtype), key
+        )
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.state_shardings
+        )
+
+    def dropout_key(self) -> Any:
+        """Returns the run's dropout key, or None where nothing is dropped."""
+        model = self.config.model
+        if model.hidden_dropout == 0.0 and model.attention_dropout == 0.0:
+            return None
+        return random.parameter_key(jax.random.key(self.config.training.seed), "dropout")
+
+    def train_step(self) -> Any:
+        """Returns the jitted, donated training step."""
+        step = make_train_step(self.settings, self.mesh, self.optimizer, learning_rate_schedule(self.config))
+        return jax.jit(step, donate_argnums=0, out_shardings=(self.state_shardings, None))
+
+    def abstract_batch(self) -> Batch:
+        """Returns shapes, dtypes and shardings of a global batch."""
+        training, seq = self.config.training, self.config.model.seq_length
+        assert training.global_batch_size is not None
+        lead = (self.num_microbatches, training.global_batch_size // self.num_microbatches)
+        shapes = Batch(
+            tokens=jax.ShapeDtypeStruct((*lead, seq), np.int32),
+            labels=jax.ShapeDtypeStruct((*lead, seq), np.int32),
+            loss_mask=jax.ShapeDtypeStruct((*lead, seq), np.float32),
+            sample_ids=jax.ShapeDtypeStruct(lead, np.uint32),
+        )
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, batch_shardings(self.mesh)
+        )
+
+    def put(self, arrays: dict[str, np.ndarray]) -> Batch:
+        """Returns a global batch [global_batch, ...] on the devices, micro-batch major."""
+
+        def leaf(array: np.ndarray, sharding: Any) -> jax.Array:
+            cut = array.reshape(self.num_microbatches, -1, *array.shape[1:])
+            return jax.make_array_from_callback(cut.shape, sharding, lambda index: cut[index])
+
+        fields = {field.name: arrays[field.name] for field in dataclasses.fields(Batch)}
+        return jax.tree.map(leaf, Batch(**fields), batch_shardings(self.mesh))
+
+
+def build_program(config: Config, devices: list[Any]) -> Program:
+    """Returns the program of a resolved config on the devices; compiles nothing.
+
+    Raises:
+      ConfigError: the options do not fit together or the devices.
+    """
+    dp = validate_for_devices(config, len(devices))
+    parallel = config.parallel
+    mesh = build_mesh(
+        devices,
+        pp=parallel.pipeline_model_parallel_size,
+        dp=dp,
+        ep=parallel.expert_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        tp=parallel.tensor_model_parallel_size,
+    )
+    settings = step_settings(config, devices[0].platform)
+    specs = gpt_specs(settings.model, settings.parallel)
+    optimizer = adamw(settings.optimizer, learning_rate_schedule(config), partition.weight_decay_mask(specs))
+    shardings = train_state_shardings(specs, optimizer, settings.compute_dtype, mesh)
+    return Program(config, mesh, settings, specs, optimizer, shardings)
+
+
+def resolve_for_run(config: Config, num_devices: int) -> tuple[Config, Any]:
+    """Returns (the config with everything derived, the tokenizer).
+
+    Raises:
+      UsageError: the tokenizer cannot be read.
+      ConfigError: the options do not fit the devices or the vocabulary.
+    """
+    dp = validate_for_devices(config, num_devices)
+    data = config.data
+    made_up = data.mock_data and config.model.vocab_size is not None
+    tokenizer = None if made_up else build_tokenizer(data.tokenizer_type, data.tokenizer_model)
+    vocab_size = None if tokenizer is None else tokenizer.vocab_size
+    return resolve(config, vocab_size, dp * config.parallel.expert_model_parallel_size), tokenizer
