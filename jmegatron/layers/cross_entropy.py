@@ -53,8 +53,8 @@ def vocab_parallel_cross_entropy(
       label_smoothing: e above, in [0, 1).
     """
     settings = _Settings(axis, vocab_size, label_smoothing, False, 1)
-    z, columns, real = _prepare(logits, settings)
-    return _losses(z, columns, real, labels, settings)[0]
+    logits = vary_like(logits, labels, axis_rank(axis))
+    return _logits_cross_entropy(settings, logits, labels)
 
 
 def linear_cross_entropy(
@@ -131,16 +131,16 @@ def _smoothing(vocab_local: int, settings: _Settings) -> float:
     return settings.label_smoothing * classes / (classes - 1) if settings.label_smoothing else 0.0
 
 
-def _losses(
-    z: Array, columns: Array, real: Array | None, labels: Array, settings: _Settings
-) -> tuple[Array, Array, Array]:
-    """Returns (loss, log sum exp, one-hot labels of this rank's columns) of a block of logits."""
-    axis = settings.axis
-    # The maximum cancels out of the loss, so it may be cut from the gradient.
+def _losses(z: Array, columns: Array, real: Array | None, labels: Array, settings: _Settings) -> tuple[Array, Array]:
+    """Returns (loss, log sum exp) of a block of logits."""
+    axis, vocab_local = settings.axis, z.shape[-1]
     largest = max_over(z.max(-1), axis)
-    hot = columns == labels[..., None]
-    sums = [jnp.exp(z - largest[..., None]).sum(-1), jnp.where(hot, z, 0).sum(-1)]
-    smoothing = _smoothing(z.shape[-1], settings)
+    # Read one logit instead of summing over a one-hot row: that would be one more pass over all logits.
+    place = labels - columns[0]
+    owned = (place >= 0) & (place < vocab_local)
+    label_logit = jnp.take_along_axis(z, jnp.clip(place, 0, vocab_local - 1)[..., None], axis=-1)[..., 0]
+    sums = [jnp.exp(z - largest[..., None]).sum(-1), jnp.where(owned, label_logit, 0)]
+    smoothing = _smoothing(vocab_local, settings)
     if smoothing:
         sums.append((z if real is None else jnp.where(real, z, 0)).sum(-1))
     # One all-reduce for all sums.
@@ -148,17 +148,41 @@ def _losses(
     lse = jnp.log(totals[0]) + largest
     loss = (1 - smoothing) * (lse - totals[1])
     if smoothing:
-        loss = loss + smoothing * (lse - totals[2] / _num_classes(z.shape[-1], settings))
-    return loss, lse, hot
+        loss = loss + smoothing * (lse - totals[2] / _num_classes(vocab_local, settings))
+    return loss, lse
 
 
-def _logit_gradients(z: Array, lse: Array, hot: Array, real: Array | None, settings: _Settings) -> Array:
+def _logit_gradients(
+    z: Array, columns: Array, real: Array | None, labels: Array, lse: Array, settings: _Settings
+) -> Array:
     smoothing = _smoothing(z.shape[-1], settings)
-    gradients = jnp.exp(z - lse[..., None]) - (1 - smoothing) * hot
+    gradients = jnp.exp(z - lse[..., None]) - (1 - smoothing) * (columns == labels[..., None])
     if smoothing:
         share = smoothing / _num_classes(z.shape[-1], settings)
         gradients = gradients - (share if real is None else share * real)
     return gradients
+
+
+# ---- on logits ----------------------------------------------------------------------------------------------------
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _logits_cross_entropy(settings: _Settings, logits: Array, labels: Array) -> Array:
+    return _losses(*_prepare(logits, settings), labels, settings)[0]
+
+
+def _logits_forward(settings: _Settings, logits: Array, labels: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    losses, lse = _losses(*_prepare(logits, settings), labels, settings)
+    return losses, (logits, labels, lse)
+
+
+def _logits_backward(
+    settings: _Settings, residuals: tuple[Array, Array, Array], cotangent: Array
+) -> tuple[Array, None]:
+    logits, labels, lse = residuals
+    gradients = _logit_gradients(*_prepare(logits, settings), labels, lse, settings)
+    return (gradients * cotangent[..., None]).astype(logits.dtype), None
+
+
+_logits_cross_entropy.defvjp(_logits_forward, _logits_backward)
 
 
 # ---- with the matmul ----------------------------------------------------------------------------------------------
@@ -199,9 +223,10 @@ def _forward(settings: _Settings, x: Array, kernel: Array, labels: Array, weight
     def block(kernel_gradient: Array, inputs: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         x_chunk, labels_chunk, weights_chunk = inputs
         z, columns, real = _prepare(_logits(x_chunk, kernel, settings), settings)
-        losses, lse, hot = _losses(z, columns, real, labels_chunk, settings)
+        losses, lse = _losses(z, columns, real, labels_chunk, settings)
+        gradients = _logit_gradients(z, columns, real, labels_chunk, lse, settings)
         # Rounded to the compute dtype like any other activation gradient; the reference rounds to bf16 always.
-        dz = (_logit_gradients(z, lse, hot, real, settings) * weights_chunk[..., None]).astype(x.dtype)
+        dz = (gradients * weights_chunk[..., None]).astype(x.dtype)
         dx = jnp.einsum("bsv,vh->bsh" if transposed else "bsv,hv->bsh", dz, kernel)
         equation = "bsv,bsh->vh" if transposed else "bsh,bsv->hv"
         operands = (dz, x_chunk) if transposed else (x_chunk, dz)

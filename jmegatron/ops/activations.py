@@ -84,8 +84,12 @@ def activate(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
       ValueError: unknown name, or a gated activation whose second to last dim is not 2.
     """
     function, gated = _lookup(name)
-    if not gated:
-        return function(x)
-    if x.ndim < 2 or x.shape[-2] != 2:
+    if gated and (x.ndim < 2 or x.shape[-2] != 2):
         raise ValueError(f"activation {name}: expected shape [..., 2, ffn] (gate, up), got {x.shape}")
-    return function(x[..., 0, :]) * x[..., 1, :]
+
+    def compute(x: Array) -> Array:
+        return function(x[..., 0, :]) * x[..., 1, :] if gated else function(x)
+
+    # Plain autodiff would keep up to four arrays of the ffn size for backward (tanh, its argument, ...); this keeps x
+    # alone and computes the elementwise rest again. prevent_cse is for code outside a scan: here it costs copies.
+    return jax.checkpoint(compute, prevent_cse=False)(x)

@@ -72,13 +72,28 @@ def attention(
     return _unfused(query, key, value, causal, mask, dropout)
 
 
+@jax.custom_vjp
+def _scores(query: Array, key: Array) -> Array:
+    """[batch, seq, n, group, d] x [batch, seq_kv, n, d] -> fp32 [batch, n, group, seq, seq_kv]."""
+    # fp32 from the matmul on: a half-precision softmax loses the tail of long rows.
+    return jnp.einsum("bsngd,btnd->bngst", query, key, preferred_element_type=jnp.float32)
+
+
+def _scores_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    query, key = residuals
+    # Autodiff would multiply the fp32 cotangent with widened operands: matmuls outside the tensor cores' fast path.
+    cotangent = cotangent.astype(query.dtype)
+    return jnp.einsum("bngst,btnd->bsngd", cotangent, key), jnp.einsum("bngst,bsngd->btnd", cotangent, query)
+
+
+_scores.defvjp(lambda query, key: (_scores(query, key), (query, key)), _scores_backward)
+
+
 def _unfused(query, key, value, causal, mask, dropout):
     batch, seq, heads, head_dim = query.shape
     seq_kv, kv_heads = key.shape[1], key.shape[2]
     grouped = query.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim)
-    # fp32 from the matmul on: a half-precision softmax loses the tail of long rows.
-    scores = jnp.einsum("bsngd,btnd->bngst", grouped, key, preferred_element_type=jnp.float32)
-    scores = scores * (head_dim**-0.5)
+    scores = _scores(grouped, key) * (head_dim**-0.5)
     visible = _visible(seq, seq_kv, causal, mask)
     if visible is not None:
         scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)

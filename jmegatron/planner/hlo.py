@@ -435,13 +435,20 @@ def _collective_kind(instruction: Instruction) -> str | None:
     return kind if kind in COLLECTIVE_KINDS else None
 
 
+def _groups_text(instruction: Instruction) -> str:
+    """The whole spelling of the groups: that of a reordered mesh has a comma, and looks like two attributes."""
+    text = instruction.attributes.get("replica_groups", "{}")
+    order = instruction.attributes.get("device_ids")
+    return text if order is None else f"{text}, device_ids={order}"
+
+
 def _collective(module: Module, instruction: Instruction, site: Site, mesh_shape: Mapping[str, int]) -> Collective:
     computation = module.computation(site.computation)
     kind = instruction.opcode.removesuffix("-start")
     operands = [computation.by_name[name] for name in instruction.operands]
     operands = operands[:1] if kind == "send" else operands  # the rest is a token
     pairs = _pairs(instruction)
-    groups = () if pairs else parse_groups(instruction.attributes.get("replica_groups", "{}"), module.num_devices)
+    groups = () if pairs else parse_groups(_groups_text(instruction), module.num_devices)
     channel = instruction.int_list("channel_id")
     return Collective(
         name=instruction.name,

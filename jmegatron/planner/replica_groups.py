@@ -19,6 +19,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"(?:@?\w+\s*=\s*)?mesh\[([^\]]*)\](.*?)\s*\{([^}]*)\}\s*$")
+_DEVICE_IDS = re.compile(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)")
 _SUB_AXIS = re.compile(r"'?([^':]+)'?(?::\((\d+)\)(\d+))?$")
 
 
@@ -94,8 +95,8 @@ def _iota_groups(shape: str, reshape: str, transpose: str | None) -> Groups:
 
 def _mesh_groups(text: str) -> Groups:
     match = _MESH.match(text)
-    if match is None or match.group(2).strip():
-        raise ValueError(f"HLO text: unknown spelling of replica groups {text[:80]!r} (a mesh must be row-major)")
+    if match is None:
+        raise ValueError(f"HLO text: unknown spelling of replica groups {text[:80]!r}")
     sizes = {part.split("=")[0].strip(" '"): int(part.split("=")[1]) for part in match.group(1).split(",")}
     dims: list[int] = []  # each axis is cut into (before, grouped, after)
     grouped: list[int] = []
@@ -105,9 +106,21 @@ def _mesh_groups(text: str) -> Groups:
         inside = inside or size
         dims += [before, inside, size // (before * inside)]
         grouped += [len(dims) - 2] if axis in cuts else []
-    devices = np.moveaxis(np.arange(math.prod(dims)).reshape(dims), grouped, range(-len(grouped), 0))
+    order = _device_order(match.group(2).strip().strip(","), math.prod(dims))
+    devices = np.moveaxis(order.reshape(dims), grouped, range(-len(grouped), 0))
     group_size = math.prod(dims[axis] for axis in grouped)
     return tuple(tuple(row) for row in devices.reshape(-1, group_size).tolist())
+
+
+def _device_order(text: str, num_devices: int) -> np.ndarray:
+    """Devices of a mesh in its own row-major order: `device_ids=([2,4]T(1,0))`, or 0, 1, ... when nothing is said."""
+    if not text:
+        return np.arange(num_devices)
+    match = _DEVICE_IDS.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"HLO text: unknown spelling of a device order {text[:80]!r} in replica groups")
+    devices = np.arange(num_devices).reshape(_integers(match.group(1)))
+    return devices.transpose(_integers(match.group(2))).reshape(-1) if match.group(2) else devices.reshape(-1)
 
 
 def _sub_axis(text: str) -> tuple[str, int, int]:

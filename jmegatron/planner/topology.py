@@ -7,15 +7,17 @@ any machine. The result has the scheduled program, its memory and its collective
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.resources
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 
 from jmegatron.errors import UsageError
 from jmegatron.planner.cards import card
@@ -95,7 +97,25 @@ def compile_for(step: Any, *args: Any, compiler_options: Mapping[str, Any] | Non
     platforms = {device.platform for leaf in jax.tree.leaves(args) for device in leaf.sharding.device_set}
     options = dict(COMPILER_OPTIONS) if "gpu" in platforms else {}
     lowered = step.trace(*args).lower(lowering_platforms=("cuda",) if "gpu" in platforms else None)
-    return lowered.compile(compiler_options={**options, **(compiler_options or {})})
+    options |= compiler_options or {}
+    if "gpu" not in platforms:
+        return lowered.compile(compiler_options=options)
+    with _without_persistent_cache():
+        return lowered.compile(compiler_options=options)
+
+
+@contextlib.contextmanager
+def _without_persistent_cache() -> Iterator[None]:
+    """Keeps compile-only programs out of JAX's cache on disk: reading one back needs the GPU."""
+    enabled = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    # JAX decides once whether the cache is used, and remembers.
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def _is_installed(module: str) -> bool:

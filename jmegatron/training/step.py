@@ -145,7 +145,7 @@ def make_train_step(
 
     Metrics: loss (token-weighted mean over the global batch), grad_norm (before clipping), num_tokens, lr (of this
     step: `schedule` is the one that the optimizer was built with).
-    Communication: see `local_gradients`; the norm adds one scalar all-reduce over tp.
+    Communication: see `local_gradients`; the norm adds one all-reduce over tp of a scalar per leaf that tp divides.
     """
     gradient_function = make_gradient_function(settings, mesh)
 

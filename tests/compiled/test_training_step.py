@@ -8,7 +8,6 @@ number a token.
 import collections
 import dataclasses
 import functools
-import re
 import time
 from typing import Any
 
@@ -172,7 +171,7 @@ def compiled(case):
 
 @functools.cache
 def program(case):
-    return hlo.load(readable(compiled(case).as_text()))
+    return hlo.load(compiled(case))
 
 
 @functools.cache
@@ -183,24 +182,6 @@ def collectives(case):
 def between_devices(module, case):
     """Collectives of more than one device: the CPU back end keeps those of one, which copy."""
     return [record for record in hlo.collectives(module, case.mesh_shape) if record.axes != ()]
-
-
-def readable(text):
-    """Spells groups of a mesh whose devices are listed in another order as lists, which the laboratory reads."""
-    return re.sub(r"mesh\[([^\]]*)\], device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\) \{([^}]*)\}", listed_groups, text)
-
-
-def listed_groups(match):
-    def integers(part):
-        return [int(number) for number in part.split(",")]
-
-    sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
-    dims = integers(match[2])
-    order = np.arange(np.prod(dims)).reshape(dims).transpose(integers(match[3])).reshape(list(sizes.values()))
-    grouped = [list(sizes).index(axis) for axis in re.findall(r"'(\w+)'", match[4])]
-    last = np.moveaxis(order, grouped, range(-len(grouped), 0))
-    groups = last.reshape(-1, int(np.prod([order.shape[dim] for dim in grouped])))
-    return "{" + ",".join("{" + ",".join(map(str, row)) + "}" for row in groups.tolist()) + "}"
 
 
 # ---- communication --------------------------------------------------------------------------------------------------
@@ -344,7 +325,7 @@ def test_training_multiplies_as_much_as_the_mathematics_asks_for(case):
 )
 def test_evaluation_multiplies_and_talks_as_a_forward_pass(case):
     _, (state, batch, _), evaluate = build(case)
-    read = hlo.load(readable(compile_for(evaluate, state.parameters, batch).as_text()))
+    read = hlo.load(compile_for(evaluate, state.parameters, batch))
     theory = formulas.forward_flops_per_token(case.shape) * case.tokens_per_step
     assert 1 <= hlo.matmul_flops(read).total * case.tp / theory <= MATMUL_FLOPS_RATIO
     (loop,) = layer_loops(read, case)
@@ -377,7 +358,7 @@ def test_depth_costs_neither_compile_time_nor_program_size(case, no_compilation_
             start = time.perf_counter()
             result = compile_for(step, *arguments)
             seconds[num_layers].append(time.perf_counter() - start)
-            sizes[num_layers] = num_instructions(hlo.load(readable(result.as_text())))
+            sizes[num_layers] = num_instructions(hlo.load(result))
     # The GPU compiler chooses fusions by shape, which moves a few instructions (3927 and 3939) and adds none per layer.
     assert abs(sizes[32] - sizes[8]) <= (0 if case.target == "cpu" else sizes[8] // 100)
     assert min(seconds[32]) <= 1.3 * min(seconds[8])
@@ -431,7 +412,7 @@ def test_logits_of_a_whole_sequence_never_exist_when_they_exceed_the_limit(case,
     logits_bytes = MICRO_BATCH * case.seq * 4096 // case.tp * 4
     monkeypatch.setattr(cross_entropy, "LOGITS_BYTES", logits_bytes // chunks)
     step, arguments, _ = build(case)
-    read = hlo.load(readable(compile_for(step, *arguments).as_text()))
+    read = hlo.load(compile_for(step, *arguments))
     sizes = [
         leaf.size
         for computation in read.computations.values()
@@ -452,16 +433,8 @@ HALVES = [
 ]
 
 
-UNFUSED_BACKWARD = pytest.mark.xfail(
-    strict=True, reason="ops/attention.py: the gradients of the fp32 scores multiply in fp32 (dQ and dK)"
-)
-
-
 @pytest.mark.gpu_compiler
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(each, id=str(each), marks=UNFUSED_BACKWARD if each.backend == "unfused" else ()) for each in HALVES],
-)
+@pytest.mark.parametrize("case", HALVES, ids=str)
 def test_bf16_matmuls_take_bf16_operands(case):
     module, wrong = program(case), []
     for instruction, site in hlo.walk(module):
