@@ -74,7 +74,7 @@ def as_batch(arrays: dict[str, np.ndarray], num_microbatches: int, mesh: Any = N
     """Cuts a global batch micro-batch major: consecutive samples make a micro-batch of all dp ranks."""
     cut = {name: a.reshape(num_microbatches, -1, *a.shape[1:]) for name, a in arrays.items()}
     batch = Batch(**cut)
-    return batch if mesh is None else jax.device_put(batch, batch_shardings(mesh))
+    return batch if mesh is None else jax.device_put(batch, batch_shardings(batch, mesh))
 
 
 @dataclasses.dataclass

@@ -133,7 +133,6 @@ _RECOMPUTE = "recomputation of activations is not implemented yet"
 _SCHEDULE = "only linear, cosine and constant schedules counted in iterations are implemented so far"
 _DATA = "only one data set, --data-path PREFIX, is implemented so far"
 _TOKENIZER = "only ByteTokenizer and HuggingFaceTokenizer are implemented so far"
-_MASKS = "masks and positions that restart at document ends are not implemented yet"
 _CHECKPOINT = "so far a checkpoint is always saved and restored whole"
 _RESILIENCE = "this check is not implemented yet"
 _PLANNER = "the dry run is not implemented yet"
@@ -242,8 +241,6 @@ UNSUPPORTED = (
     OtherFlag("--vocab-file", 1, _TOKENIZER),
     OtherFlag("--merge-file", 1, _TOKENIZER),
     OtherFlag("--tiktoken-pattern", 1, _TOKENIZER),
-    OtherFlag("--reset-position-ids", 0, _MASKS),
-    OtherFlag("--reset-attention-mask", 0, _MASKS),
     OtherFlag("--no-load-optim", 0, _CHECKPOINT),
     OtherFlag("--no-load-rng", 0, _CHECKPOINT),
     OtherFlag("--no-save-optim", 0, _CHECKPOINT),

@@ -113,6 +113,10 @@ class DataConfig:
     """Folder for index files and the demo corpus. Derived where it is used: beside the data, else the user's cache folder."""  # noqa: E501
     eod_mask_loss: bool = False
     """Give end-of-document tokens no weight in the loss."""
+    reset_position_ids: bool = False
+    """Start positions at 0 again after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """Let tokens see only those of their own document (an end-of-document token belongs to the document it ends)."""
 
 
 @dataclass(frozen=True, kw_only=True)

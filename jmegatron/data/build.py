@@ -8,7 +8,8 @@ global_batch_size (Megatron-LM training.py:5419-5454).
 import logging
 import os
 
-from jmegatron.data.gpt_dataset import GPTDataset, MockGPTDataset
+from jmegatron.data.borders import Borders
+from jmegatron.data.gpt_dataset import RUN_ON, GPTDataset, MockGPTDataset
 from jmegatron.data.indexed_dataset import IndexedDataset
 from jmegatron.data.split import DEFAULT_SPLIT, SPLIT_NAMES, split_ranges
 from jmegatron.errors import UsageError
@@ -32,8 +33,7 @@ def build_gpt_datasets(
     split: str = DEFAULT_SPLIT,
     num_samples: tuple[int | None, int | None, int | None],
     cache_dir: str | os.PathLike[str] | None = None,
-    eod_token: int | None = None,
-    eod_mask_loss: bool = False,
+    borders: Borders = RUN_ON,
     require_test: bool = True,
 ) -> GPTSources:
     """Return (train, valid, test); an entry is None if 0 samples were asked for or its weight in `split` is 0.
@@ -47,10 +47,9 @@ def build_gpt_datasets(
         split: weights of train, valid, test.
         num_samples: samples needed of train, valid, test; None means one epoch (corpora only).
         cache_dir: folder for built indices (`--data-cache-path`); None builds each time.
-        eod_token: id that ends a document; needed for `eod_mask_loss` only.
+        borders: what ends with a document inside a sample; by default nothing.
         require_test: False gives None, with a warning in the log, where the test part rounds to no document. The
             default split leaves one in a hundred for it, which small corpora do not have.
-        eod_mask_loss: leave out the loss at places whose input is `eod_token`.
 
     Raises:
         UsageError: no corpus or two; a split that cannot be read; a part with a weight, samples asked for, no token.
@@ -62,7 +61,7 @@ def build_gpt_datasets(
             "or --mock-data for made-up samples"
         )
     if prefix is None:
-        return _mock_datasets(num_samples, seq_len, vocab_size, seed)
+        return _mock_datasets(num_samples, seq_len, vocab_size, seed, borders)
     indexed = IndexedDataset(prefix)
     ranges = split_ranges(split, len(indexed))
 
@@ -80,8 +79,7 @@ def build_gpt_datasets(
             seq_len,
             seed,
             split_name=SPLIT_NAMES[part],
-            eod_token=eod_token,
-            eod_mask_loss=eod_mask_loss,
+            borders=borders,
             vocab_size=vocab_size,
             cache_dir=cache_dir,
         )
@@ -90,7 +88,7 @@ def build_gpt_datasets(
 
 
 def _mock_datasets(
-    num_samples: tuple[int | None, int | None, int | None], seq_len: int, vocab_size: int, seed: int
+    num_samples: tuple[int | None, int | None, int | None], seq_len: int, vocab_size: int, seed: int, borders: Borders
 ) -> GPTSources:
     """Return the made-up samples of the three splits."""
 
@@ -98,6 +96,6 @@ def _mock_datasets(
         samples = num_samples[part]
         if samples is None:
             raise UsageError(f"--mock-data has no epochs: the number of {SPLIT_NAMES[part]} samples must be given")
-        return MockGPTDataset(samples, seq_len, vocab_size, seed, part) if samples else None
+        return MockGPTDataset(samples, seq_len, vocab_size, seed, part, borders) if samples else None
 
     return one(0), one(1), one(2)

@@ -9,12 +9,15 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from jmegatron.data.borders import Borders
 from jmegatron.data.gpt_index import GPTIndex, build_gpt_index, random_state
 from jmegatron.data.index_cache import content_key, load_or_build
 from jmegatron.data.indexed_dataset import IndexedDataset, bin_path
 from jmegatron.errors import DataFileError, UsageError
 
 Sample = dict[str, np.ndarray]
+RUN_ON = Borders()
+"""Attention, positions and loss run across documents."""
 
 
 @runtime_checkable
@@ -46,8 +49,7 @@ class GPTDataset:
         seq_len: tokens per sample.
         seed: seed of both shuffles.
         split_name: "train", "valid" or "test", for messages.
-        eod_token: id that ends a document; needed for `eod_mask_loss` only.
-        eod_mask_loss: leave out the loss at places whose input is `eod_token`.
+        borders: what ends with a document inside a sample; by default nothing.
         vocab_size: if given, tokens outside 0 .. vocab_size - 1 stop the run instead of reading a wrong embedding.
         cache_dir: folder for built indices; None builds each time.
 
@@ -65,15 +67,14 @@ class GPTDataset:
         seed: int,
         *,
         split_name: str = "train",
-        eod_token: int | None = None,
-        eod_mask_loss: bool = False,
+        borders: Borders = RUN_ON,
         vocab_size: int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ):
         self.indexed = indexed
         self.seq_len = seq_len
         self._vocab_size = vocab_size
-        self._masked_token = _masked_token(eod_token, eod_mask_loss)
+        self._borders = borders
         self._check(sequence_range, num_samples, split_name)
         first, end = sequence_range
         self.tokens_per_epoch = int(indexed.sequence_lengths[first:end].sum(dtype=np.int64))
@@ -92,7 +93,8 @@ class GPTDataset:
 
         Returns:
             `tokens` int32 [seq_len], `labels` int32 [seq_len] (the tokens one place later), `loss_mask` float32
-            [seq_len], 1 where the label counts.
+            [seq_len], 1 where the label counts; `position_ids` and `segment_ids` int32 [seq_len] where `borders` asks
+            for them.
 
         Raises:
             IndexError: no such sample.
@@ -103,10 +105,7 @@ class GPTDataset:
         text = self._text(int(self.index.shuffle_index[index]))
         self._check_vocabulary(text)
         tokens, labels = text[:-1], text[1:]
-        loss_mask = np.ones(self.seq_len, dtype=np.float32)
-        if self._masked_token is not None:
-            loss_mask[tokens == self._masked_token] = 0.0
-        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+        return {"tokens": tokens, "labels": labels, **self._borders.arrays(tokens)}
 
     def _text(self, row: int) -> np.ndarray:
         """Return the tokens of one row of the sample index: int32 [seq_len + 1]."""
@@ -188,15 +187,6 @@ class GPTDataset:
             )
 
 
-def _masked_token(eod_token: int | None, eod_mask_loss: bool) -> int | None:
-    """Return the id whose places carry no loss, or None."""
-    if not eod_mask_loss:
-        return None
-    if eod_token is None:
-        raise UsageError("--eod-mask-loss needs the end-of-document id; fix: choose a tokenizer that has one")
-    return eod_token
-
-
 class MockGPTDataset:
     """Made-up samples a model can learn (`--mock-data`): a sample depends on seed, split and its number alone.
 
@@ -211,6 +201,7 @@ class MockGPTDataset:
         vocab_size: ids are below this, and below PERIOD.
         seed: 0 .. 2**32 - 1.
         split: 0 train, 1 valid, 2 test: the same progressions, other draws.
+        borders: what ends with a document; no token ends one here, so that a sample is one document.
 
     Raises:
         UsageError: a number is out of range.
@@ -220,7 +211,9 @@ class MockGPTDataset:
     MAX_STRIDE = 4
     NOISE = 0.05
 
-    def __init__(self, num_samples: int, seq_len: int, vocab_size: int, seed: int, split: int = 0):
+    def __init__(
+        self, num_samples: int, seq_len: int, vocab_size: int, seed: int, split: int = 0, borders: Borders = RUN_ON
+    ):
         if num_samples < 1 or seq_len < 1 or vocab_size < 2:
             raise UsageError(
                 f"--mock-data: got {num_samples} samples, --seq-length {seq_len}, --vocab-size {vocab_size}; expected "
@@ -230,6 +223,7 @@ class MockGPTDataset:
         self._num_samples, self._seq_len = num_samples, seq_len
         self._period = min(self.PERIOD, vocab_size)
         self._key = [seed, split]
+        self._borders = borders
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -248,4 +242,4 @@ class MockGPTDataset:
         text = (start + stride * np.arange(self._seq_len + 1)) % self._period
         noisy = rng.random_sample(len(text)) < self.NOISE
         text = np.where(noisy, rng.randint(self._period, size=len(text)), text).astype(np.int32)
-        return {"tokens": text[:-1], "labels": text[1:], "loss_mask": np.ones(self._seq_len, dtype=np.float32)}
+        return {"tokens": text[:-1], "labels": text[1:], **self._borders.arrays(text[:-1])}

@@ -42,6 +42,8 @@ class TokenContext:
     """Rotary angles, or None."""
     dropout_key: Key[Array, ""] | None = None
     """None: no dropout."""
+    segments: Integer[Array, "batch seq"] | None = None
+    """Tokens see only those of their own segment (packed documents); None: one segment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +176,9 @@ def self_attention(
         query = apply_rotary(query, context.rotary, interleaved=settings.rotary_interleaved)
         key = apply_rotary(key, context.rotary, interleaved=settings.rotary_interleaved)
     dropout = _probability_dropout(context, settings, layer, query.shape[2], axis)
-    out = attention(query, key, value, causal=True, dropout=dropout, backend=settings.backend)
+    segments = context.segments
+    mask = None if segments is None else segments[:, :, None] == segments[:, None, :]
+    out = attention(query, key, value, causal=True, mask=mask, dropout=dropout, backend=settings.backend)
     return row_parallel_linear(parameters["output"], out, axis=axis, sequence_parallel=sequence_parallel)
 
 

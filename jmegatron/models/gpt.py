@@ -82,6 +82,10 @@ class Tokens:
     """fp32 [batch, seq]: weight of each token's loss in the objective (0: does not count)."""
     sample_ids: Any
     """Unsigned [batch]: place of each sequence in the run's stream of samples (dropout key)."""
+    position_ids: Any = None
+    """Integer [batch, seq]: position of each token; None: its place in the sequence."""
+    segment_ids: Any = None
+    """Integer [batch, seq]: tokens see only those of their own segment; None: one segment."""
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------
@@ -160,6 +164,7 @@ def gpt_hidden(
     parallel: TensorParallel,
     *,
     positions: Integer[Array, "#batch seq"] | None = None,
+    segments: Integer[Array, "batch seq"] | None = None,
     dropout_key: Key[Array, ""] | None = None,
 ) -> Float[Array, "batch seq_local hidden"]:
     """Returns the normed states of the last layer, this rank's sequence shard under sequence parallelism.
@@ -174,6 +179,7 @@ def gpt_hidden(
       settings: numbers of the model.
       parallel: how layers are divided.
       positions: position of each token; None: 0 .. seq - 1.
+      segments: tokens see only those of their own segment (packed documents); None: one segment.
       dropout_key: None: no dropout.
     """
     token_index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -187,7 +193,7 @@ def gpt_hidden(
             base=settings.rotary_base,
             interpolation_factor=settings.rotary_interpolation,
         )
-    context = TokenContext(sample_ids, token_index, rotary, dropout_key)
+    context = TokenContext(sample_ids, token_index, rotary, dropout_key, segments)
     x = _embed(parameters["embedding"], tokens, positions, context, settings, parallel)
     layers = jnp.arange(settings.num_layers, dtype=jnp.int32)
     x = transformer_stack(parameters["layers"], x, context, settings.layer, parallel, layers)
@@ -219,7 +225,16 @@ def gpt_loss(
 
     Communication: that of `gpt_hidden` and `linear_cross_entropy`, over tp.
     """
-    x = gpt_hidden(parameters, batch.tokens, batch.sample_ids, settings, parallel, dropout_key=dropout_key)
+    x = gpt_hidden(
+        parameters,
+        batch.tokens,
+        batch.sample_ids,
+        settings,
+        parallel,
+        positions=batch.position_ids,
+        segments=batch.segment_ids,
+        dropout_key=dropout_key,
+    )
     kernel, transposed = _output_kernel(parameters, settings)
     return linear_cross_entropy(
         enter_region(x, parallel.axis, sequence_parallel=parallel.sequence_parallel),

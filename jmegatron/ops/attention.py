@@ -15,8 +15,10 @@ from jaxtyping import Array, Bool, Float
 Backend = Literal["fused", "unfused"]
 
 
-def choose_backend(requested: str, *, platform: str, dtype: jnp.dtype, dropout: float, head_dim: int) -> Backend:
-    """Returns the backend that serves, for `requested` in auto, fused, unfused.
+def choose_backend(
+    requested: str, *, platform: str, dtype: jnp.dtype, dropout: float, head_dim: int, packed: bool = False
+) -> Backend:
+    """Returns the backend that serves, for `requested` in auto, fused, unfused; `packed`: documents are kept apart.
 
     Raises:
       ValueError: "fused" was asked for and cannot serve (the message says why), or an unknown name.
@@ -30,6 +32,8 @@ def choose_backend(requested: str, *, platform: str, dtype: jnp.dtype, dropout: 
         reasons.append(f"the compute dtype is {jnp.dtype(dtype).name}, not bfloat16 or float16")
     if dropout > 0:
         reasons.append(f"attention_dropout is {dropout}, not 0")
+    if packed:
+        reasons.append("reset_attention_mask needs a mask")
     if head_dim % 8 or head_dim > 128:
         reasons.append(f"kv_channels is {head_dim}, not a multiple of 8 up to 128")
     if requested == "fused" and reasons:

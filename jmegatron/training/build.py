@@ -48,6 +48,7 @@ def attention_backend(config: Config, platform: str) -> Backend:
             dtype=jnp.dtype(compute_dtype(config)),
             dropout=model.attention_dropout,
             head_dim=model.kv_channels,
+            packed=config.data.reset_attention_mask,
         )
     except ValueError as error:
         raise ConfigError(f"hardware.{error}") from error

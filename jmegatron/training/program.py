@@ -73,14 +73,17 @@ class Program:
         training, seq = self.config.training, self.config.model.seq_length
         assert training.global_batch_size is not None
         lead = (self.num_microbatches, training.global_batch_size // self.num_microbatches)
+        integers = jax.ShapeDtypeStruct((*lead, seq), np.int32)
         shapes = Batch(
-            tokens=jax.ShapeDtypeStruct((*lead, seq), np.int32),
-            labels=jax.ShapeDtypeStruct((*lead, seq), np.int32),
+            tokens=integers,
+            labels=integers,
             loss_mask=jax.ShapeDtypeStruct((*lead, seq), np.float32),
             sample_ids=jax.ShapeDtypeStruct(lead, np.uint32),
+            position_ids=integers if self.config.data.reset_position_ids else None,
+            segment_ids=integers if self.config.data.reset_attention_mask else None,
         )
         return jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, batch_shardings(self.mesh)
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, batch_shardings(shapes, self.mesh)
         )
 
     def put(self, arrays: dict[str, np.ndarray]) -> Batch:
@@ -90,8 +93,8 @@ class Program:
             cut = array.reshape(self.num_microbatches, -1, *array.shape[1:])
             return jax.make_array_from_callback(cut.shape, sharding, lambda index: cut[index])
 
-        fields = {field.name: arrays[field.name] for field in dataclasses.fields(Batch)}
-        return jax.tree.map(leaf, Batch(**fields), batch_shardings(self.mesh))
+        batch = Batch(**{field.name: arrays.get(field.name) for field in dataclasses.fields(Batch)})
+        return jax.tree.map(leaf, batch, batch_shardings(batch, self.mesh))
 
 
 def build_program(config: Config, devices: list[Any]) -> Program:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from jmegatron.config import Config
+from jmegatron.data.borders import Borders
 from jmegatron.data.build import GPTSources, build_gpt_datasets
 from jmegatron.data.demo_corpus import ensure_demo_corpus
 from jmegatron.errors import UsageError
@@ -38,8 +39,12 @@ def build_data(config: Config, tokenizer: Any, resume: Resume | None = None) -> 
             training.eval_iters * size,
         ),
         cache_dir=data.data_cache_path,
-        eod_token=None if tokenizer is None else tokenizer.eod,
-        eod_mask_loss=data.eod_mask_loss,
+        borders=Borders(
+            eod_token=None if tokenizer is None else tokenizer.eod,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        ),
         require_test=False,
     )
     if train is None:

@@ -51,19 +51,26 @@ class Batch:
     """fp32 [num_microbatches, batch, seq]: 1 where the token's loss counts."""
     sample_ids: Any
     """Unsigned [num_microbatches, batch]: place of each sequence in the run's stream of samples."""
+    position_ids: Any = None
+    """Integer [num_microbatches, batch, seq]: position of each token; None: its place in the sequence."""
+    segment_ids: Any = None
+    """Integer [num_microbatches, batch, seq]: tokens see only those of their own segment; None: one segment."""
 
 
-BATCH_SPECS = Batch(
-    tokens=batch_spec(None),
-    labels=batch_spec(None),
-    loss_mask=batch_spec(None),
-    sample_ids=PartitionSpec(None, BATCH_AXES),
-)
+def batch_specs(batch: Batch) -> Batch:
+    """Returns the Batch of PartitionSpec that belongs to `batch`: batch over (dp, ep), sequence over cp."""
+
+    def spec(name: str) -> PartitionSpec | None:
+        if getattr(batch, name) is None:
+            return None
+        return PartitionSpec(None, BATCH_AXES) if name == "sample_ids" else batch_spec(None)
+
+    return Batch(**{field.name: spec(field.name) for field in dataclasses.fields(Batch)})
 
 
-def batch_shardings(mesh: Mesh) -> Batch:
-    """Returns the Batch of NamedSharding: batch over (dp, ep), sequence over cp."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), BATCH_SPECS)
+def batch_shardings(batch: Batch, mesh: Mesh) -> Batch:
+    """Returns the Batch of NamedSharding that belongs to `batch`."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +92,11 @@ def _token_weights(mask: Array, per_token: bool, data_ranks: int) -> Array:
     return mask / (counts * mask.shape[0] * data_ranks)
 
 
+def _tokens(batch: Batch, weights: Array) -> Tokens:
+    """Returns what the model takes, with the leading dims that the batch has."""
+    return Tokens(batch.tokens, batch.labels, weights, batch.sample_ids, batch.position_ids, batch.segment_ids)
+
+
 def local_gradients(
     settings: StepSettings, specs: Tree, parameters: Tree, batch: Batch, dropout_key: Key[Array, ""] | None
 ) -> tuple[Tree, Tree]:
@@ -94,7 +106,7 @@ def local_gradients(
     gradients over (dp, ep, cp), of the partial leaves over tp as well, and of two scalars.
     """
     weights = _token_weights(batch.loss_mask, settings.per_token, axis_size(DATA_AXES))
-    tokens = Tokens(batch.tokens, batch.labels, weights, batch.sample_ids)
+    tokens = _tokens(batch, weights)
     varying = partition.map_specs(lambda s, p: vary(p, (*DATA_AXES, *s.partial_axes)), specs, parameters)
 
     def loss(parameters: Tree, one: tuple[Tokens, Array]) -> tuple[Array, Tree]:
@@ -127,7 +139,7 @@ def make_gradient_function(
         mapped = jax.shard_map(
             body,
             mesh=mesh,
-            in_specs=(parameter_specs, BATCH_SPECS, PartitionSpec()),
+            in_specs=(parameter_specs, batch_specs(batch), PartitionSpec()),
             out_specs=(PartitionSpec(), parameter_specs),
         )
         return mapped(parameters, batch, dropout_key)
@@ -182,16 +194,20 @@ def make_eval_step(settings: StepSettings, mesh: Mesh) -> Callable[[Tree, Batch]
 
     def body(parameters: Tree, batch: Batch) -> Metrics:
         def microbatch(_: None, one: Batch) -> tuple[None, Metrics]:
-            tokens = Tokens(one.tokens, one.labels, one.loss_mask, one.sample_ids)
+            tokens = _tokens(one, one.loss_mask)
             loss_sum, _losses = gpt_loss(parameters, tokens, settings.model, settings.parallel)
             return None, {"loss_sum": loss_sum, "num_tokens": one.loss_mask.sum()}
 
         _, sums = jax.lax.scan(microbatch, None, batch)
         return sum_over(jax.tree.map(lambda x: x.sum(), sums), DATA_AXES)
 
-    return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(partition.partition_specs(specs), BATCH_SPECS),
-        out_specs=PartitionSpec(),
-    )
+    def evaluate(parameters: Tree, batch: Batch) -> Metrics:
+        mapped = jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(partition.partition_specs(specs), batch_specs(batch)),
+            out_specs=PartitionSpec(),
+        )
+        return mapped(parameters, batch)
+
+    return evaluate

@@ -155,7 +155,7 @@ def build(case):
     step = jax.jit(
         make_train_step(settings, mesh, optimizer, schedule), donate_argnums=0, out_shardings=(shardings, None)
     )
-    arguments = (placed(shapes, shardings), placed(batch, batch_shardings(mesh)), key)
+    arguments = (placed(shapes, shardings), placed(batch, batch_shardings(batch, mesh)), key)
     return step, arguments, jax.jit(make_eval_step(settings, mesh))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jmegatron.data.borders import Borders
 from jmegatron.data.gpt_dataset import GPTDataset
 from jmegatron.data.gpt_index import build_gpt_index
 from jmegatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, write_index
@@ -70,6 +71,9 @@ def test_index_file_of_three_sequences_has_the_known_102_bytes():
     assert hashlib.md5(raw).hexdigest() == "9d6e7d94bd5bbe2a549772fc0f9c228c"
 
 
+BORDERS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
 def _dataset(case, part):
     asked = META["gpt_dataset"][case]
     corpus = IndexedDataset(DATA / asked["prefix"])
@@ -83,8 +87,7 @@ def _dataset(case, part):
         SEQ_LEN,
         SEED,
         split_name=SPLIT_NAMES[part],
-        eod_token=EOD,
-        eod_mask_loss="'eod_mask_loss': True" in asked["extras"],
+        borders=Borders(EOD, *(f"'{name}': True" in asked["extras"] for name in BORDERS)),
         vocab_size=EOD + 1,
     )
 
@@ -109,6 +112,20 @@ def test_gpt_dataset_equals_the_reference_in_indices_and_samples(case, part, rec
             expected = recorded[f"{key}/{name}"][number]
             np.testing.assert_array_equal(sample[name], expected)
             assert sample[name].dtype == expected.dtype
+
+
+@pytest.mark.parametrize("part", range(3), ids=SPLIT_NAMES)
+def test_resets_at_document_ends_equal_the_reference(part, recorded):
+    dataset, key = _dataset("A_resets", part), f"A_resets/{SPLIT_NAMES[part]}"
+    for number, positions in enumerate(recorded[f"{key}/position_ids"]):
+        np.testing.assert_array_equal(dataset[number]["position_ids"], positions)
+        assert dataset[number]["position_ids"].dtype == positions.dtype
+    hidden = recorded[f"{key}/attention_mask"][:, 0]
+    assert len(hidden) > 0
+    for number, expected in enumerate(hidden):
+        segments = dataset[number]["segment_ids"]
+        visible = (segments[:, None] == segments[None]) & np.tri(len(segments), dtype=bool)
+        np.testing.assert_array_equal(~visible, expected)
 
 
 GOLDEN_SIZES = np.array([5, 7, 3, 9, 4, 6, 8, 2, 5, 7], dtype=np.int32)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jmegatron.data import index_cache
+from jmegatron.data.borders import Borders
 from jmegatron.data.build import build_gpt_datasets
 from jmegatron.data.gpt_dataset import GPTDataset, MockGPTDataset
 from jmegatron.data.gpt_index import build_gpt_index, build_sample_index, num_epochs
@@ -203,9 +204,10 @@ def test_uint16_ids_beyond_15_bits_stay_positive(tmp_path):
     assert train[0]["tokens"].dtype == np.int32
 
 
-def test_eod_mask_loss_needs_an_eod(small):
-    with pytest.raises(UsageError, match="--eod-mask-loss"):
-        _build(small, eod_mask_loss=True)
+def test_borders_need_an_eod():
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        with pytest.raises(UsageError, match=f"--{name.replace('_', '-')}: the tokenizer has no end-of-document token"):
+            Borders(**{name: True})
 
 
 def test_sample_outside_is_an_index_error(small):
