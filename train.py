@@ -3,6 +3,7 @@
 Exit status: 0 done; 2 an option, a file or a folder cannot be used (one message says which); 1 anything else.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from jmegatron.errors import UsageError
 
 def main(argv: list[str]) -> int:
     """Parses the options, trains, and returns the exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     config = parse_or_exit(argv)
     try:
         # After parsing: a wrong option must not wait for jax to load.
@@ -23,7 +25,7 @@ def main(argv: list[str]) -> int:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("train.py: interrupted; steps since the last checkpoint are lost", file=sys.stderr)
+        print("train.py: interrupted; what was not saved is lost", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # Whoever read the log has gone (`| head`); at exit Python would try to write the rest once more.

@@ -59,6 +59,27 @@ def vary_like(tree: T, *references: Any) -> T:
     return vary(tree, sorted(axes))
 
 
+def _checked(axis: Axes) -> None:
+    """Refuses an axis that is not there, and a shard_map that does not track what varies.
+
+    With `check_vma=False` the types that pick the transposes are missing, and gradients taken inside the map come out
+    too large by the axis size, without a word.
+    """
+    for name in (axis,) if isinstance(axis, str) else axis or ():
+        try:
+            index = lax.axis_index(name)
+        except NameError as error:
+            raise ValueError(
+                f"axis {name!r} is not there: call a layer with axis={name!r} inside jax.shard_map over a mesh that has"
+                " this axis, or give it axis=None"
+            ) from error
+        if name not in varying_axes(index):
+            raise ValueError(
+                f"axis {name!r}: the layers need jax.shard_map(..., check_vma=True), its default; without it gradients"
+                " taken inside are too large by the axis size"
+            )
+
+
 # ---- position on an axis ------------------------------------------------------------------------------------------
 def axis_size(axis: Axes) -> int:
     """Returns the number of ranks on `axis` (product for a tuple; 1 for None)."""
@@ -149,12 +170,22 @@ def reduce_scatter_to(x: Shaped[Array, "..."], axis: Axes, dim: int = 1) -> Shap
 
 
 def enter_region(x: Shaped[Array, "..."], axis: Axes, *, sequence_parallel: bool) -> Shaped[Array, "..."]:
-    """Returns the whole-sequence input of a column-parallel layer: `gather_sequence` or `copy_to`."""
+    """Returns the whole-sequence input of a column-parallel layer: `gather_sequence` or `copy_to`.
+
+    Raises:
+      ValueError: the axis is not there, or the shard_map has check_vma=False.
+    """
+    _checked(axis)
     return gather_sequence(x, axis) if sequence_parallel else copy_to(x, axis)
 
 
 def leave_region(x: Shaped[Array, "..."], axis: Axes, *, sequence_parallel: bool) -> Shaped[Array, "..."]:
-    """Returns the summed output of a row-parallel layer: `reduce_scatter_to` or `reduce_from`."""
+    """Returns the summed output of a row-parallel layer: `reduce_scatter_to` or `reduce_from`.
+
+    Raises:
+      ValueError: the axis is not there, or the shard_map has check_vma=False.
+    """
+    _checked(axis)
     return reduce_scatter_to(x, axis) if sequence_parallel else reduce_from(x, axis)
 
 

@@ -13,44 +13,66 @@ import sys
 from collections.abc import Sequence
 
 from jmegatron.data.preprocess import PreprocessOptions, preprocess
-from jmegatron.data.tokenizers import TOKENIZER_TYPES
+from jmegatron.data.tokenizers.command_line import add_tokenizer_arguments
 from jmegatron.errors import UsageError
+
+_REFUSED = {
+    "split_sentences": "corpora of sentences serve BERT's and T5's sentence tasks and need a model of a language that "
+    "would have to be downloaded; fix: leave it out, or cut the text yourself (a key may hold a list of strings)",
+    "find_optimal_num_workers": "fix: compare --workers with scripts/benchmark_preprocess.py",
+}
 
 
 def parse_options(arguments: Sequence[str] | None) -> PreprocessOptions:
-    """Return the options of a command line."""
+    """Return the options of a command line.
+
+    Raises:
+        UsageError: an option of the reference's tool that is not supported.
+    """
     parser = argparse.ArgumentParser(
         description="Turn text into the corpus that --data-path reads.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help="files, patterns or folders: .jsonl, .jsonl.gz or plain text")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        help="files, patterns or folders: .jsonl (also .gz, .zst), .parquet or plain text",
+    )
     add("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
     add("--json-keys", nargs="+", default=["text"], help="keys of the JSON objects to take (default: text)")
-    add(
-        "--tokenizer-type",
-        default="ByteTokenizer",
-        help=f"one of {', '.join(TOKENIZER_TYPES)} (default: ByteTokenizer)",
-    )
-    add("--tokenizer-model", help="tokenizer.json or its folder, for HuggingFaceTokenizer")
-    add("--vocab-size", type=int, help="number of ids, for NullTokenizer")
+    add_tokenizer_arguments(parser)
     add("--append-eod", action="store_true", help="end each document with the tokenizer's end-of-document token")
-    add("--workers", type=int, default=1, help="processes that tokenise (default: 1)")
+    add("--workers", type=int, default=1, help="processes that tokenise, per partition (default: 1)")
+    add("--partitions", type=int, default=1, help="parts of the input worked on at the same time (default: 1)")
+    add("--keep-sequential-samples", action="store_true", help="accepted: documents always keep their order")
     add("--log-interval", type=int, default=1000, help="documents between progress lines, 0 for none (default: 1000)")
     add("--skip-bad-lines", action="store_true", help="count lines that cannot be read instead of stopping")
-    return PreprocessOptions(**vars(parser.parse_args(arguments)))
+    for name in _REFUSED:
+        add(f"--{name.replace('_', '-')}", action="store_true", help=argparse.SUPPRESS)
+    given = vars(parser.parse_args(arguments))
+    for name, reason in _REFUSED.items():
+        if given.pop(name):
+            raise UsageError(f"--{name.replace('_', '-')} is not supported: {reason}")
+    del given["keep_sequential_samples"]
+    return PreprocessOptions(**given)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit status."""
-    options = parse_options(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
+        options = parse_options(arguments)
         report = preprocess(options)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     bad = f", {report.num_bad_lines} bad lines left out" if options.skip_bad_lines else ""
-    print(f"{report.num_documents} documents, {report.num_tokens} tokens in {report.seconds:.1f} s{bad}")
+    seconds = max(report.seconds, 1e-9)
+    print(
+        f"{report.num_documents} documents, {report.num_tokens} tokens in {report.seconds:.1f} s "
+        f"({report.num_documents / seconds:.1f} documents/s, {report.num_bytes / 1e6 / seconds:.2f} MB/s){bad}"
+    )
     for prefix in report.prefixes:
         print(f"--data-path {prefix}")
     return 0

@@ -80,7 +80,7 @@ class CheckpointFolder:
             raise RuntimeError(f"--{self._option} {self._path}: Orbax refused to save step {step}")
 
     def read_meta(self, step: int) -> dict[str, Any]:
-        """Returns the JSON of a step, with at least `consumed_samples` and `config`.
+        """Returns the JSON of a step, with at least `step`, `consumed_samples` and `config`.
 
         Raises:
           UsageError: it cannot be read.
@@ -88,7 +88,12 @@ class CheckpointFolder:
         assert self._manager is not None
         try:
             meta = dict(self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"])
-            return {**meta, "consumed_samples": int(meta["consumed_samples"]), "config": str(meta["config"])}
+            consumed = meta["consumed_samples"]
+            if not isinstance(consumed, int) or not 0 <= consumed < 2**63:
+                raise ValueError(f"consumed_samples is {consumed!r}, expected a whole number from 0 on")
+            if meta["step"] != step:
+                raise ValueError(f"the folder says step {step}, its meta file step {meta['step']!r}")
+            return {**meta, "config": str(meta["config"])}
         except Exception as error:  # Orbax's own, or a key that is not there
             raise self._unreadable(step, error) from error
 

@@ -100,7 +100,7 @@ def _screen(argv: Sequence[str]) -> tuple[list[str], list[Alias], tuple[tuple[st
         elif flag in known:
             kept.append(_with_value(known[flag], flag, token, rest))
         elif token.startswith("-") and token != "-h" and not _is_number(token):
-            raise _unknown_flag(flag)
+            raise _unknown_flag(flag, rest)
         else:
             kept.append(token)
     return kept, aliases, tuple(ignored.items())
@@ -166,18 +166,22 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _unknown_flag(flag: str) -> ConfigError:
-    """Returns the error for a flag that is refused or unknown."""
+def _unknown_flag(flag: str, rest: Sequence[str] = ()) -> ConfigError:
+    """Returns the error for a flag that is refused or unknown; `rest` is what follows it on the line."""
     reason = why_unsupported(flag)
     if reason is not None:
+        # All of them: a pasted line should not have to be tried once per flag.
+        others = [token for token in (part.partition("=")[0] for part in rest) if why_unsupported(token)]
+        more = f"; further on the line also: {', '.join(dict.fromkeys(others))}" if others else ""
         return problem(
             f"{flag} is a Megatron-LM flag that is not supported here.",
             where=flag,
             got=flag,
             expected=f"a supported option: {reason}",
-            fix=f"remove {flag}; configs/README.md lists what is supported",
+            fix=f"remove {flag}; configs/README.md lists what is supported{more}",
         )
-    close = nearest(flag, [*_known_flags(), *(alias.flag for alias in ALIASES), *(row.flag for row in IGNORED)])
+    names = [*_known_flags(), *(alias.flag for alias in ALIASES), *(row.flag for row in (*IGNORED, *UNSUPPORTED))]
+    close = nearest(flag, names)
     return problem(
         f"Unknown option {flag}.",
         where="command line",

@@ -98,8 +98,6 @@ IGNORED = (
     OtherFlag("--ckpt-fully-parallel-save", 0, _ORBAX),
     OtherFlag("--ckpt-fully-parallel-load", 0, _ORBAX),
     OtherFlag("--ckpt-assume-constant-structure", 0, _ORBAX),
-    OtherFlag("--dataloader-type", 1, "samples come in the order of the reference's `single` type"),
-    OtherFlag("--num-workers", 1, "batches are cut from memory-mapped files by the training process"),
     OtherFlag("--num-dataset-builder-threads", 1, "index files are built by one vectorised pass"),
     OtherFlag("--no-mmap-bin-files", 0, "files are always memory-mapped"),
     OtherFlag("--no-create-attention-mask-in-dataloader", 0, "the causal mask is never stored"),
@@ -131,8 +129,7 @@ _FP16 = "float16 and loss scaling are not implemented yet; use --bf16"
 _FP8 = "8-bit arithmetic is not implemented"
 _RECOMPUTE = "recomputation of activations is not implemented yet"
 _SCHEDULE = "only linear, cosine and constant schedules counted in iterations are implemented so far"
-_DATA = "only one data set, --data-path PREFIX, is implemented so far"
-_TOKENIZER = "only ByteTokenizer and HuggingFaceTokenizer are implemented so far"
+_DATA = "samples are cut from packed documents only"
 _CHECKPOINT = "so far a checkpoint is always saved and restored whole"
 _RESILIENCE = "this check is not implemented yet"
 _PLANNER = "the dry run is not implemented yet"
@@ -232,15 +229,6 @@ UNSUPPORTED = (
     OtherFlag("--decoupled-lr", 1, "all parameters share one learning rate so far"),
     OtherFlag("--decoupled-min-lr", 1, "all parameters share one learning rate so far"),
     OtherFlag("--sgd-momentum", 1, "adam is the only optimizer so far"),
-    OtherFlag("--train-data-path", MANY, _DATA),
-    OtherFlag("--valid-data-path", MANY, _DATA),
-    OtherFlag("--test-data-path", MANY, _DATA),
-    OtherFlag("--data-args-path", 1, _DATA),
-    OtherFlag("--per-split-data-args-path", 1, _DATA),
-    OtherFlag("--sft", 0, _DATA),
-    OtherFlag("--vocab-file", 1, _TOKENIZER),
-    OtherFlag("--merge-file", 1, _TOKENIZER),
-    OtherFlag("--tiktoken-pattern", 1, _TOKENIZER),
     OtherFlag("--no-load-optim", 0, _CHECKPOINT),
     OtherFlag("--no-load-rng", 0, _CHECKPOINT),
     OtherFlag("--no-save-optim", 0, _CHECKPOINT),
@@ -252,7 +240,6 @@ UNSUPPORTED = (
     OtherFlag("--save-retain-interval", 1, _CHECKPOINT),
     OtherFlag("--non-persistent-save-interval", 1, _CHECKPOINT),
     OtherFlag("--pretrained-checkpoint", 1, _CHECKPOINT),
-    OtherFlag("--exit-on-missing-checkpoint", 0, _CHECKPOINT),
     OtherFlag("--use-checkpoint-opt_param-scheduler", 0, _CHECKPOINT),
     OtherFlag("--override-opt_param-scheduler", 0, _CHECKPOINT),
     OtherFlag("--override-opt-param-scheduler", 0, _CHECKPOINT),

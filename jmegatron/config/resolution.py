@@ -7,7 +7,7 @@ of `megatron/training/vocab_utils.py`.
 import dataclasses
 
 from jmegatron.config.options import problem
-from jmegatron.config.sections import Config, ModelConfig
+from jmegatron.config.sections import Config, DataConfig, ModelConfig
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -41,10 +41,19 @@ def resolve(config: Config, vocab_size: int | None = None, data_parallel_size: i
     return dataclasses.replace(
         config,
         model=_resolve_model(config, vocab_size),
-        data=dataclasses.replace(config.data, split=config.data.split or DEFAULT_SPLIT),
+        data=_resolve_data(config.data),
         optimizer=dataclasses.replace(optimizer, lr_decay_iters=decay_iters),
         training=dataclasses.replace(training, global_batch_size=batch),
     )
+
+
+def _resolve_data(data: DataConfig) -> DataConfig:
+    """Returns the data section with the split that one corpus or blend is divided by; conversations stay apart."""
+    if data.sft:
+        data = dataclasses.replace(data, reset_position_ids=True, reset_attention_mask=True)
+    if data.train_data_path or data.per_split_data_args_path:
+        return data
+    return dataclasses.replace(data, split=data.split or DEFAULT_SPLIT)
 
 
 def _resolve_model(config: Config, tokenizer_vocab_size: int | None) -> ModelConfig:
@@ -79,6 +88,8 @@ def _resolve_vocab(config: Config, tokenizer_vocab_size: int | None) -> tuple[in
     vocab = tokenizer_vocab_size if model.vocab_size is None else model.vocab_size
     if vocab is None:
         return None, model.padded_vocab_size
+    if config.data.tokenizer_type == "NullTokenizer" and tokenizer_vocab_size == vocab + 1:
+        vocab = tokenizer_vocab_size  # the option counts without the end of document, as in the reference
     if tokenizer_vocab_size is not None and tokenizer_vocab_size > vocab:
         raise problem(
             "The tokenizer has more token ids than the model's vocabulary.",

@@ -10,7 +10,15 @@ Reference: `megatron/training/arguments.py` and `megatron/core/transformer/trans
 from dataclasses import dataclass, field
 from typing import Literal
 
-Activation = Literal["gelu_tanh", "gelu_erf", "squared_relu", "quick_gelu", "swiglu", "geglu"]
+Activation = Literal["gelu_tanh", "gelu_erf", "squared_relu", "quick_gelu", "swiglu", "geglu", "geglu_erf"]
+TokenizerType = Literal[
+    "ByteTokenizer",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "TikTokenizer",
+    "GPT2BPETokenizer",
+    "NullTokenizer",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,26 +103,56 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the tokens come from; exactly one of data_path, mock_data and demo_data."""
+    """Where the tokens come from; exactly one source: data_path, data_args_path, train_data_path with its companions, per_split_data_args_path, mock_data or demo_data."""  # noqa: E501
 
     data_path: tuple[str, ...] = ()
-    """Prefix of the .bin/.idx pair to train on."""
+    """Prefix of the .bin/.idx pair to train on. Several: a blend, `WEIGHT PREFIX ...`, or `PREFIX ...` to read each sample of each corpus at most once."""  # noqa: E501
+    train_data_path: tuple[str, ...] = ()
+    """Corpora of training alone, written as for data_path and read whole; not with split."""
+    valid_data_path: tuple[str, ...] = ()
+    """Corpora of validation alone. Needs train_data_path."""
+    test_data_path: tuple[str, ...] = ()
+    """Corpora of the test alone. Needs train_data_path."""
+    data_args_path: str | None = None
+    """File with what would stand after data_path."""
+    per_split_data_args_path: str | None = None
+    """JSON file with the keys train, valid and test: what would stand after train_data_path, valid_data_path and test_data_path."""  # noqa: E501
+    mid_level_dataset_surplus: float = 0.005
+    """Part of its samples that each corpus of a weighted blend is built larger, since a blend does not keep its shares exactly at each moment."""  # noqa: E501
+    dataloader_type: Literal["single", "cyclic"] = "single"
+    """Order of the samples: single, as the index has them; cyclic, shuffled once more in each epoch of them."""
+    no_data_sharding: bool = False
+    """With cyclic: shuffle all samples together instead of a part for each data-parallel rank; the samples of a step then do not depend on the number of ranks."""  # noqa: E501
+    num_workers: int = 1
+    """Threads that build batches ahead of the step (processes in the reference, 2 by default); 0 builds each batch when it is needed. The batches are the same."""  # noqa: E501
     mock_data: bool = False
     """Train on made-up tokens, to measure speed."""
     demo_data: bool = False
     """Own option: train on text found in the Python standard library; needs no download."""
     split: str | None = None
-    """Shares of training, validation and test documents, such as 969,30,1. Derived: 969,30,1."""
-    tokenizer_type: Literal["ByteTokenizer", "HuggingFaceTokenizer"] = "ByteTokenizer"
-    """ByteTokenizer (own option, built in: one token per byte) or HuggingFaceTokenizer (a local tokenizer.json)."""
+    """Shares of training, validation and test documents, such as 969,30,1. Derived: 969,30,1, where the parts have no corpora of their own."""  # noqa: E501
+    tokenizer_type: TokenizerType = "ByteTokenizer"
+    """ByteTokenizer (own option, built in: one token per byte), HuggingFaceTokenizer (a local tokenizer.json), SentencePieceTokenizer, TikTokenizer, GPT2BPETokenizer (vocab_file and merge_file), or NullTokenizer (ids below vocab_size as text; vocab_size itself ends a document)."""  # noqa: E501
     tokenizer_model: str | None = None
-    """The tokenizer's file, or the folder that holds its tokenizer.json."""
+    """The tokenizer's file: tokenizer.json or the folder that holds it, a SentencePiece model, or TikTokenizer's JSON vocabulary."""  # noqa: E501
+    vocab_file: str | None = None
+    """vocab.json of GPT2BPETokenizer."""
+    merge_file: str | None = None
+    """merges.txt of GPT2BPETokenizer."""
+    tiktoken_pattern: Literal["v1", "v2"] | None = None
+    """How TikTokenizer cuts text before it merges bytes. Derived: v2."""
+    tiktoken_num_special_tokens: int = 1000
+    """Ids that TikTokenizer keeps for special tokens, the lowest ones."""
+    tiktoken_special_tokens: tuple[str, ...] = ()
+    """Names of the first of them, among them <unk> <s> </s> <mask> <pad> <cls> <sep>. Derived: these seven."""
     data_cache_path: str | None = None
     """Folder for index files and the demo corpus. Derived where it is used: beside the data, else the user's cache folder."""  # noqa: E501
     eod_mask_loss: bool = False
     """Give end-of-document tokens no weight in the loss."""
     reset_position_ids: bool = False
     """Start positions at 0 again after each end-of-document token."""
+    sft: bool = False
+    """Supervised fine-tuning: data_path names one file of JSON lines {"messages": [{"role": ..., "content": ...}, ...]}; only the assistant's words have a loss, and packed conversations do not see one another."""  # noqa: E501
     reset_attention_mask: bool = False
     """Let tokens see only those of their own document (an end-of-document token belongs to the document it ends)."""
 
@@ -184,7 +222,9 @@ class CheckpointConfig:
     save: str | None = None
     """Folder that checkpoints are written to."""
     load: str | None = None
-    """Folder that the run resumes from."""
+    """Folder that the run resumes from; without a checkpoint in it the run starts afresh."""
+    exit_on_missing_checkpoint: bool = False
+    """Stop if the load folder holds no checkpoint, instead of starting afresh."""
     save_interval: int | None = None
     """Steps between two checkpoints; one more is written at the end. Needs save."""
 
@@ -196,7 +236,7 @@ class LoggingConfig:
     log_interval: int = 100
     """Steps between two log lines."""
     metrics_file: str | None = None
-    """Own option: file that takes one JSON object per log line and evaluation."""
+    """Own option: file that takes one JSON object per log line and evaluation; written on at its end if it is there."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""
     wandb_project: str | None = None

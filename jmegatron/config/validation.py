@@ -60,6 +60,9 @@ _RANGES: dict[str, tuple[int | float, int | float]] = {
     "eval_iters": (0, _INF),
     "exit_interval": (1, _INF),
     "seed": (0, 2**32 - 1),
+    "mid_level_dataset_surplus": (0, _INF),
+    "num_workers": (0, 1024),
+    "tiktoken_num_special_tokens": (7, _INF),
     "label_smoothing": (0, 1),
     "save_interval": (1, _INF),
     "log_interval": (1, _INF),
@@ -70,6 +73,14 @@ _RANGES: dict[str, tuple[int | float, int | float]] = {
     "distributed_timeout_minutes": (1, _INF),
 }
 _LARGEST = 2**63 - 1
+DATA_SOURCES = (
+    "data_path",
+    "data_args_path",
+    "train_data_path",
+    "per_split_data_args_path",
+    "mock_data",
+    "demo_data",
+)
 # A probability or beta of 1 would keep nothing, a warm-up of the whole decay leaves none; a base, factor or epsilon of
 # 0 would divide by it.
 _OPEN_ABOVE = {
@@ -109,6 +120,9 @@ def validate(config: Config) -> None:
         _check_learning_rate,
         _check_warmup,
         _check_data_source,
+        _check_tokenizer,
+        _check_sft,
+        _check_split_sources,
         _check_split,
         _check_batch,
         _check_outputs,
@@ -411,32 +425,70 @@ def _check_warmup(config: Config) -> None:
 
 def _check_data_source(config: Config) -> None:
     data = config.data
-    given = [name for name in ("data_path", "mock_data", "demo_data") if getattr(data, name)]
+    given = [name for name in DATA_SOURCES if getattr(data, name)]
     if len(given) != 1:
         raise problem(
             "Exactly one source of data is needed.",
-            where=("data_path", "mock_data", "demo_data"),
+            where=DATA_SOURCES,
             got=" and ".join(given) if given else "none",
             expected="one of --data-path PREFIX, --mock-data, --demo-data",
             fix="remove all but one; --no-demo-data and --no-mock-data take back what the YAML file says"
             if given
             else "add --demo-data to train on text that needs no download, or --data-path PREFIX",
         )
-    if len(data.data_path) > 1:
+
+
+def _check_tokenizer(config: Config) -> None:
+    data = config.data
+    needs = {
+        "HuggingFaceTokenizer": ("tokenizer_model", data.tokenizer_model),
+        "SentencePieceTokenizer": ("tokenizer_model", data.tokenizer_model),
+        "TikTokenizer": ("tokenizer_model", data.tokenizer_model),
+        "GPT2BPETokenizer": ("vocab_file and merge_file", data.vocab_file and data.merge_file),
+        "NullTokenizer": ("vocab_size", config.model.vocab_size),
+    }
+    names, value = needs.get(data.tokenizer_type, ("", True))
+    if not value:
+        flags = " and ".join(flag_of(name) for name in names.split(" and "))
         raise problem(
-            "Blends of data sets are not implemented yet.",
-            where=("data_path",),
-            got=" ".join(data.data_path),
-            expected="one prefix of a .bin/.idx pair",
-            fix="give one prefix without a weight",
+            "The tokenizer lacks what it is made of.",
+            where=("tokenizer_type", *names.split(" and ")),
+            got=f"{data.tokenizer_type}, no {names}",
+            expected=f"{flags} to be given as well",
+            fix=f"give {flags}, or use --tokenizer-type ByteTokenizer",
         )
-    if data.tokenizer_type == "HuggingFaceTokenizer" and data.tokenizer_model is None:
+
+
+def _check_sft(config: Config) -> None:
+    data = config.data
+    if data.sft and len(data.data_path) != 1:
         raise problem(
-            "The tokenizer has no file.",
-            where=("tokenizer_type", "tokenizer_model"),
-            got="HuggingFaceTokenizer, no tokenizer_model",
-            expected="a local tokenizer.json, or the folder that holds it",
-            fix="give --tokenizer-model PATH, or use --tokenizer-type ByteTokenizer",
+            "Fine-tuning on conversations reads one file.",
+            where=("sft", "data_path"),
+            got=f"sft, data_path {' '.join(data.data_path) or 'not given'}",
+            expected="--data-path FILE.jsonl, one file of conversations",
+            fix="give one --data-path, or leave --sft out",
+        )
+
+
+def _check_split_sources(config: Config) -> None:
+    data = config.data
+    companions = [name for name in ("valid_data_path", "test_data_path") if getattr(data, name)]
+    if companions and not data.train_data_path:
+        raise problem(
+            "There are corpora of their own for a part, but none for training.",
+            where=("train_data_path", *companions),
+            got=" and ".join(companions) + ", no train_data_path",
+            expected="--train-data-path beside --valid-data-path and --test-data-path",
+            fix="add --train-data-path, or give one --data-path and --split",
+        )
+    if data.split is not None and (data.train_data_path or data.per_split_data_args_path):
+        raise problem(
+            "Corpora that are given for each part are not divided.",
+            where=("split", "train_data_path", "per_split_data_args_path"),
+            got=f"split {data.split} and corpora for each part",
+            expected="one of the two",
+            fix="leave --split out, or give one --data-path",
         )
 
 

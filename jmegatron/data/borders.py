@@ -43,6 +43,11 @@ class Borders:
                 f"{', '.join(asked)}: the tokenizer has no end-of-document token; fix: choose a tokenizer that has one"
             )
 
+    @property
+    def run_on(self) -> bool:
+        """Whether nothing ends with a document."""
+        return not (self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss)
+
     def arrays(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """Return `loss_mask` float32 [seq], and `position_ids`, `segment_ids` int32 [seq] where they are asked for."""
         ends = tokens == self.eod_token if self.eod_token is not None else np.zeros(len(tokens), bool)

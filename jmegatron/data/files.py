@@ -37,6 +37,11 @@ class AtomicFile:
                 "has space left; choose another output path or change its permissions"
             ) from error
 
+    @property
+    def temporary_path(self) -> Path:
+        """Where the file lies until `commit`; other processes may write there too."""
+        return self._temporary
+
     def commit(self) -> None:
         """Put the data on the disk and give the file its final name."""
         try:

@@ -4,13 +4,14 @@ Documents are packed one after the other without padding; by default attention, 
 borders, as in Megatron-LM (core/datasets/gpt_dataset.py:280-320,800-875). `gpt_index` says which tokens a sample holds.
 """
 
+import functools
 import os
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from jmegatron.data.borders import Borders
-from jmegatron.data.gpt_index import GPTIndex, build_gpt_index, random_state
+from jmegatron.data.gpt_index import CUT, Cut, GPTIndex, build_gpt_index, random_state
 from jmegatron.data.index_cache import content_key, load_or_build
 from jmegatron.data.indexed_dataset import IndexedDataset, bin_path
 from jmegatron.errors import DataFileError, UsageError
@@ -18,6 +19,9 @@ from jmegatron.errors import DataFileError, UsageError
 Sample = dict[str, np.ndarray]
 RUN_ON = Borders()
 """Attention, positions and loss run across documents."""
+
+NO_PAD = -1
+"""Stands for a missing token where the tokenizer has no padding id of its own."""
 
 
 @runtime_checkable
@@ -31,6 +35,40 @@ class SampleSource(Protocol):
     def __getitem__(self, index: int) -> Sample:
         """Return one sample."""
         ...
+
+
+@functools.lru_cache(maxsize=8)
+def full_mask(shape: tuple[int, ...]) -> np.ndarray:
+    """Return a read-only float32 array of ones; the same object for the same shape, so that it is placed once."""
+    mask = np.ones(shape, np.float32)
+    mask.flags.writeable = False
+    return mask
+
+
+def finish(text: np.ndarray, borders: Borders, pad_token: int, cut: Cut = CUT, padded: bool = False) -> Sample:
+    """Return the arrays of samples, [samples, seq_len] each, from their tokens.
+
+    Args:
+        text: int32 [samples, seq_len + 1], or [samples, seq_len] where `cut` has no extra token.
+        borders: what ends with a document.
+        pad_token: id that stands for no token: it becomes 0, and no place with this label counts.
+        cut: how the tokens were cut.
+        padded: whether `text` may hold NO_PAD.
+    """
+    if cut.extra_token:
+        tokens, labels = text[:, :-1], text[:, 1:]
+    else:
+        tokens, labels = text, np.roll(text, -1, axis=1)
+        labels[:, -1] = pad_token
+    if borders.run_on:
+        arrays = {"loss_mask": full_mask(tokens.shape)}
+    else:
+        rows = [borders.arrays(row) for row in tokens]
+        arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    if padded or not cut.extra_token or pad_token != NO_PAD:
+        arrays["loss_mask"] = arrays["loss_mask"] * (labels != pad_token)
+        tokens, labels = (np.where(ids == pad_token, 0, ids).astype(np.int32, copy=False) for ids in (tokens, labels))
+    return {"tokens": tokens, "labels": labels, **arrays}
 
 
 class GPTDataset:
@@ -52,6 +90,8 @@ class GPTDataset:
         borders: what ends with a document inside a sample; by default nothing.
         vocab_size: if given, tokens outside 0 .. vocab_size - 1 stop the run instead of reading a wrong embedding.
         cache_dir: folder for built indices; None builds each time.
+        pad_token: the tokenizer's padding id, if it has one that is not its end of document.
+        cut: what a sample reads and what becomes of the rest.
 
     Raises:
         UsageError: the split has no sequence or no token; a number is out of range.
@@ -70,9 +110,13 @@ class GPTDataset:
         borders: Borders = RUN_ON,
         vocab_size: int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
+        pad_token: int = NO_PAD,
+        cut: Cut = CUT,
     ):
         self.indexed = indexed
         self.seq_len = seq_len
+        self.cut = cut
+        self._pad_token = pad_token
         self._vocab_size = vocab_size
         self._borders = borders
         self._check(sequence_range, num_samples, split_name)
@@ -100,25 +144,64 @@ class GPTDataset:
             IndexError: no such sample.
             DataFileError: a token id lies outside the vocabulary.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index}: expected 0 <= sample < {len(self)}")
-        text = self._text(int(self.index.shuffle_index[index]))
-        self._check_vocabulary(text)
-        tokens, labels = text[:-1], text[1:]
-        return {"tokens": tokens, "labels": labels, **self._borders.arrays(tokens)}
+        return {name: values[0] for name, values in self.batch(np.array([index])).items()}
 
-    def _text(self, row: int) -> np.ndarray:
-        """Return the tokens of one row of the sample index: int32 [seq_len + 1]."""
-        (begin, begin_offset), (end, end_offset) = self.index.sample_index[row : row + 2].tolist()
-        documents = self.index.document_index[begin : end + 1].tolist()
-        if len(documents) == 1:
-            pieces = [self.indexed.get(documents[0], begin_offset, end_offset + 1 - begin_offset)]
+    def batch(self, numbers: np.ndarray) -> Sample:
+        """Return the samples `numbers` (integer [samples]) as `__getitem__` does, stacked to [samples, seq_len]."""
+        return finish(self.texts(numbers), self._borders, self._pad_token, self.cut, not self.cut.drop_last_partial)
+
+    def texts(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the tokens of samples: int32 [samples, seq_len + 1], without the 1 where `cut` has no extra token.
+
+        Raises:
+            IndexError: no such sample.
+            DataFileError: a token id lies outside the vocabulary.
+        """
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
+            raise IndexError(f"sample {numbers.min()} .. {numbers.max()}: expected 0 <= sample < {len(self)}")
+        rows = self.index.shuffle_index[numbers].astype(np.int64)
+        begin, end = self.index.sample_index[rows], self.index.sample_index[rows + 1]
+        starts, stops, counts = self._pieces(begin, end)
+        text = np.empty((len(rows), self.seq_len + self.cut.extra_token), np.int32)
+        sizes = np.add.reduceat(stops - starts, np.cumsum(counts) - counts) if len(rows) else np.empty(0, np.int64)
+        if bool((sizes == text.shape[1]).all()):
+            self.indexed.gather(starts, stops, text.reshape(-1))
+            self._check_vocabulary(text)
         else:
-            pieces = [self.indexed.get(documents[0], begin_offset)]
-            pieces += [self.indexed.get(document) for document in documents[1:-1]]
-            pieces += [self.indexed.get(documents[-1], 0, end_offset + 1)]
-        # Copies, and int32 whatever the corpus stores: uint16 ids must not wrap in later arithmetic.
-        return np.concatenate(pieces, dtype=np.int32, casting="unsafe")
+            self._padded(starts, stops, counts, sizes, text)
+        return text
+
+    def _pieces(self, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return where the samples between places of the sample index lie in `.bin`.
+
+        Args:
+            begin: int64 [samples, 2], (position in the document index, offset).
+            end: the places of the next samples.
+
+        Returns:
+            (first tokens, tokens after the last: int64 [pieces] each; pieces of each sample: int64 [samples]).
+        """
+        counts = end[:, 0] - begin[:, 0] + 1
+        after = np.cumsum(counts)
+        first, last = after - counts, after - 1
+        places = np.arange(after[-1] if len(after) else 0) + np.repeat(begin[:, 0] - first, counts)
+        documents = self.index.document_index[places]
+        starts = self.indexed.sequence_pointers[documents] // self.indexed.dtype.itemsize
+        stops = starts + self.indexed.sequence_lengths[documents]
+        stops[last] = starts[last] + end[:, 1] + self.cut.extra_token
+        starts[first] += begin[:, 1]
+        return starts, stops, counts
+
+    def _padded(
+        self, starts: np.ndarray, stops: np.ndarray, counts: np.ndarray, sizes: np.ndarray, text: np.ndarray
+    ) -> None:
+        """Fill `text` sample by sample, with padding behind the last one of an epoch."""
+        text[:] = self._pad_token
+        after = np.cumsum(counts)
+        for row, (first, last) in enumerate(zip(after - counts, after, strict=True)):
+            filled = text[row, : sizes[row]]
+            self.indexed.gather(starts[first:last], stops[first:last], filled)
+            self._check_vocabulary(filled)
 
     def _index(
         self,
@@ -132,7 +215,7 @@ class GPTDataset:
         lengths = self.indexed.sequence_lengths
 
         def build() -> GPTIndex:
-            return build_gpt_index(lengths, *sequence_range, num_samples, self.seq_len, seed)
+            return build_gpt_index(lengths, *sequence_range, num_samples, self.seq_len, seed, self.cut)
 
         if cache_dir is None:
             return build()
@@ -142,8 +225,9 @@ class GPTDataset:
             "num_samples": num_samples,
             "seq_len": self.seq_len,
             "seed": seed,
+            "cut": list(self.cut),
         }
-        return load_or_build(cache_dir, content_key(settings, lengths[slice(*sequence_range)]), build)
+        return load_or_build(cache_dir, content_key(settings, lengths[slice(*sequence_range)]), GPTIndex, build)
 
     def _check(self, sequence_range: tuple[int, int], num_samples: int | None, split_name: str) -> None:
         """Refuse what would loop for ever or fail later in a less clear place."""
@@ -171,7 +255,7 @@ class GPTDataset:
                 f"asked for; expected at least one token; fix: a larger share for {split_name} in --split (or 0 for "
                 "none), a larger corpus, or for valid and test --eval-iters 0"
             )
-        if num_samples is None and self.tokens_per_epoch <= self.seq_len:
+        if num_samples is None and self.cut.num_samples(self.tokens_per_epoch, self.seq_len) < 1:
             raise UsageError(
                 f"{where}: not one whole sample in one epoch; expected more than --seq-length {self.seq_len} tokens; "
                 "fix: a shorter sequence or a larger corpus"
@@ -179,8 +263,10 @@ class GPTDataset:
 
     def _check_vocabulary(self, text: np.ndarray) -> None:
         """Refuse token ids the embedding has no row for: on an accelerator they would be clamped without a word."""
+        if self._vocab_size is None or not text.size:
+            return
         low, high = int(text.min()), int(text.max())
-        if self._vocab_size is not None and (low < 0 or high >= self._vocab_size):
+        if low < 0 or high >= self._vocab_size:
             raise DataFileError(
                 f"{bin_path(self.indexed.prefix)} holds token id {low if low < 0 else high}, expected 0 .. "
                 f"{self._vocab_size - 1}; fix: --vocab-size of the tokenizer the corpus was made with"

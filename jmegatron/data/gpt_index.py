@@ -36,23 +36,54 @@ class GPTIndex(NamedTuple):
     shuffle_index: np.ndarray
 
 
-def num_epochs(num_samples: int, tokens_per_epoch: int, seq_len: int) -> int:
+class Cut(NamedTuple):
+    """How a stream of tokens is cut into samples; the defaults are what training uses.
+
+    extra_token: a sample reads one token more than `seq_len`, its last label; else that label is missing.
+    drop_last_partial: a last sample that is not whole is dropped; else it is padded when it is read.
+    """
+
+    extra_token: bool = True
+    drop_last_partial: bool = True
+
+    def num_samples(self, num_tokens: int, seq_len: int) -> int:
+        """Return the samples in `num_tokens` tokens.
+
+        The reference rounds a kept partial sample's count in float32 (helpers.cpp:177), which goes wrong beyond 2**24
+        tokens; here it is exact.
+        """
+        usable = num_tokens - self.extra_token
+        return usable // seq_len if self.drop_last_partial else -(-usable // seq_len)
+
+
+CUT = Cut()
+
+
+def num_epochs(num_samples: int, tokens_per_epoch: int, seq_len: int, extra_token: bool = True) -> int:
     """Return how often the split must be read to give `num_samples` samples (the last one needs a label: + 1)."""
-    return max(1, -(-(num_samples * seq_len + 1) // tokens_per_epoch))
+    return max(1, -(-(num_samples * seq_len + extra_token) // tokens_per_epoch))
 
 
-def samples_before_final_epoch(num_samples: int, epochs: int, tokens_per_epoch: int, seq_len: int) -> int | None:
+def samples_before_final_epoch(
+    num_samples: int, epochs: int, tokens_per_epoch: int, seq_len: int, extra_token: bool = True
+) -> int | None:
     """Return the samples of all epochs but the last if the last is shuffled on its own, else None."""
     if epochs == 1:
         return None
-    before = ((epochs - 1) * tokens_per_epoch - 1) // seq_len
-    per_epoch = (tokens_per_epoch - 1) // seq_len
+    before = ((epochs - 1) * tokens_per_epoch - extra_token) // seq_len
+    per_epoch = (tokens_per_epoch - extra_token) // seq_len
     separate = num_samples - before < int(FINAL_EPOCH_THRESHOLD * per_epoch)
     return before if separate else None
 
 
 def build_gpt_index(
-    sequence_lengths: np.ndarray, first: int, end: int, num_samples: int | None, seq_len: int, seed: int
+    sequence_lengths: np.ndarray,
+    first: int,
+    end: int,
+    num_samples: int | None,
+    seq_len: int,
+    seed: int,
+    cut: Cut = CUT,
 ) -> GPTIndex:
     """Return the index of the sequences first .. end - 1 of a corpus.
 
@@ -63,6 +94,7 @@ def build_gpt_index(
         num_samples: samples that must be available; None means those of one epoch.
         seq_len: tokens per sample, without the label of the last one.
         seed: 0 .. 2**32 - 1.
+        cut: what a sample reads and what becomes of the rest.
 
     Raises:
         UsageError: the split has no tokens, or one epoch has no whole sample and `num_samples` is None; bad seed.
@@ -70,13 +102,13 @@ def build_gpt_index(
     tokens_per_epoch = int(sequence_lengths[first:end].sum(dtype=np.int64))
     if tokens_per_epoch == 0:
         raise UsageError(f"the sequences {first}..{end - 1} hold no token: no sample can be cut; fix: a larger corpus")
-    epochs = 1 if num_samples is None else num_epochs(num_samples, tokens_per_epoch, seq_len)
+    epochs = 1 if num_samples is None else num_epochs(num_samples, tokens_per_epoch, seq_len, cut.extra_token)
     before = None
     if num_samples is not None:
-        before = samples_before_final_epoch(num_samples, epochs, tokens_per_epoch, seq_len)
+        before = samples_before_final_epoch(num_samples, epochs, tokens_per_epoch, seq_len, cut.extra_token)
     rng = random_state(seed)
     document_index = build_document_index(first, end, epochs, before is not None, rng)
-    sample_index = build_sample_index(sequence_lengths[document_index], seq_len)
+    sample_index = build_sample_index(sequence_lengths[document_index], seq_len, cut)
     total = len(sample_index) - 1
     return GPTIndex(document_index, sample_index, build_shuffle_index(total if before is None else before, total, rng))
 
@@ -110,7 +142,7 @@ def build_document_index(
     return index
 
 
-def build_sample_index(lengths: np.ndarray, seq_len: int) -> np.ndarray:
+def build_sample_index(lengths: np.ndarray, seq_len: int, cut: Cut = CUT) -> np.ndarray:
     """Return where the tokens 0, S, 2 * S, ... of a stream of sequences lie: int64 [samples + 1, 2].
 
     The reference walks over the sequences in C++; here every boundary is found at once in the running sum of lengths.
@@ -118,11 +150,14 @@ def build_sample_index(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     Args:
         lengths: integer [sequences in stream order], in tokens; their sum must not be 0.
         seq_len: S.
+        cut: what a sample reads and what becomes of the rest.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
-    boundaries = np.arange((int(ends[-1]) - 1) // seq_len + 1, dtype=np.int64) * seq_len
-    # side="right" passes over empty sequences: the first sequence that ends behind the token holds it.
-    position = np.searchsorted(ends, boundaries, side="right")
+    boundaries = np.arange(cut.num_samples(int(ends[-1]), seq_len) + 1, dtype=np.int64) * seq_len
+    # The last token that a sample reads lies `extra_token` places behind its boundary. A kept rest ends there too.
+    np.minimum(boundaries, ends[-1] - cut.extra_token, out=boundaries)
+    # side="left" passes over empty sequences: the first sequence that reaches as far as the sample reads holds its end.
+    position = np.searchsorted(ends, boundaries + cut.extra_token, side="left")
     offset = boundaries - (ends[position] - lengths[position])
     # The reference's walk starts here even when the first sequence is empty.
     position[0], offset[0] = 0, 0

@@ -15,18 +15,20 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jmegatron.data.files import atomic_output, folder_lock
-from jmegatron.data.gpt_index import GPTIndex
 from jmegatron.errors import DataFileError
 
 logger = logging.getLogger(__name__)
 
 # Raise when the meaning of the arrays changes.
-FORMAT = 1
+FORMAT = 2
+
+Index = TypeVar("Index")
+"""A NamedTuple of arrays."""
 
 
 def content_key(settings: Mapping[str, Any], sequence_lengths: np.ndarray) -> str:
@@ -37,7 +39,7 @@ def content_key(settings: Mapping[str, Any], sequence_lengths: np.ndarray) -> st
     return digest.hexdigest()
 
 
-def load_or_build(folder: str | os.PathLike[str], key: str, build: Callable[[], GPTIndex]) -> GPTIndex:
+def load_or_build(folder: str | os.PathLike[str], key: str, kind: type, build: Callable[[], Index]) -> Index:
     """Return the index stored under `key`, memory mapped; build and store it if it is missing or damaged.
 
     Of several processes that ask at once, one builds and the others wait and read (where the file system has locks).
@@ -45,10 +47,11 @@ def load_or_build(folder: str | os.PathLike[str], key: str, build: Callable[[], 
     Args:
         folder: the cache folder; made if it is missing.
         key: see `content_key`.
+        kind: NamedTuple of the arrays, such as `GPTIndex`.
         build: makes the index.
     """
     folder = Path(folder)
-    stored = _load(folder, key)
+    stored = _load(folder, key, kind)
     if stored is not None:
         return stored
     try:
@@ -57,7 +60,7 @@ def load_or_build(folder: str | os.PathLike[str], key: str, build: Callable[[], 
         logger.warning("index cache %s cannot be made (%s): building the index without it", folder, error)
         return build()
     with folder_lock(folder):
-        stored = _load(folder, key)
+        stored = _load(folder, key, kind)
         if stored is not None:
             return stored
         index = build()
@@ -65,7 +68,7 @@ def load_or_build(folder: str | os.PathLike[str], key: str, build: Callable[[], 
     return index
 
 
-def _store(folder: Path, key: str, index: GPTIndex) -> None:
+def _store(folder: Path, key: str, index: Any) -> None:
     """Write the arrays, then the description that makes them count."""
     try:
         for name, values in index._asdict().items():
@@ -77,7 +80,7 @@ def _store(folder: Path, key: str, index: GPTIndex) -> None:
         logger.warning("index cache %s cannot be written (%s): going on without it", folder, error)
 
 
-def _load(folder: Path, key: str) -> GPTIndex | None:
+def _load(folder: Path, key: str, kind: type) -> Any:
     """Return the stored index, or None if it is not there or not whole."""
     description_path = folder / f"{key}.json"
     if not description_path.is_file():
@@ -85,8 +88,9 @@ def _load(folder: Path, key: str) -> GPTIndex | None:
     try:
         description = json.loads(description_path.read_bytes())
         arrays = {
-            name: np.load(_array_path(folder, key, name), mmap_mode="r", allow_pickle=False)
-            for name in GPTIndex._fields
+            # A plain view of the map: indexing numpy's memmap class is several times slower.
+            name: np.asarray(np.load(_array_path(folder, key, name), mmap_mode="r", allow_pickle=False))
+            for name in _fields(kind)
         }
     except (OSError, ValueError, EOFError) as error:
         logger.warning("index cache %s is damaged (%s): building the index again", description_path, error)
@@ -94,7 +98,11 @@ def _load(folder: Path, key: str) -> GPTIndex | None:
     if description != {name: _describe(values) for name, values in arrays.items()}:
         logger.warning("index cache %s does not match its checksums: building the index again", description_path)
         return None
-    return GPTIndex(**arrays)
+    return kind(*arrays.values())
+
+
+def _fields(kind: Any) -> tuple[str, ...]:
+    return kind._fields
 
 
 def _array_path(folder: Path, key: str, name: str) -> Path:

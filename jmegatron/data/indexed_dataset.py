@@ -12,7 +12,7 @@ so corpora can be carried over in both directions:
            int32[N]  length of each sequence, in tokens
            int64[N]  start of each sequence in .bin, in bytes
            int64[D]  document d holds the sequences mark[d] .. mark[d + 1] - 1
-           int8[N]   modes, only in multimodal corpora (not read here)
+           int8[N]   modes, only in multimodal corpora: what kind of data each sequence is
 
 Unlike the reference, the reader checks every one of these against the others before the first token is used.
 """
@@ -48,6 +48,8 @@ DTYPE_CODES: dict[int, np.dtype] = {
 }
 
 _INT32_MAX = 2**31 - 1
+_SHORT_PIECE = 64
+"""Tokens per piece below which `gather` reads token by token; found by timing."""
 _REBUILD = "fix: copy both files again or rebuild them with scripts/preprocess_data.py"
 
 
@@ -78,6 +80,7 @@ class IndexedDataset:
         sequence_lengths: int32 [sequences], in tokens.
         sequence_pointers: int64 [sequences], start of each sequence in `.bin`, in bytes.
         document_indices: int64 [documents + 1], first sequence of each document, then the number of sequences.
+        sequence_modes: int8 [sequences] of a multimodal corpus, else None.
 
     Raises:
         DataFileError: a file is missing, foreign, of another version, cut short, or contradicts itself or the other.
@@ -91,7 +94,9 @@ class IndexedDataset:
         pointers_end = lengths_end + 8 * num_sequences
         self.sequence_lengths = raw[HEADER.size : lengths_end].view("<i4")
         self.sequence_pointers = raw[lengths_end:pointers_end].view("<i8")
-        self.document_indices = raw[pointers_end : pointers_end + 8 * num_marks].view("<i8")
+        marks_end = pointers_end + 8 * num_marks
+        self.document_indices = raw[pointers_end:marks_end].view("<i8")
+        self.sequence_modes = raw[marks_end:].view("i1") if len(raw) > marks_end else None
         self._check_arrays()
         self._tokens = self._map_tokens()
 
@@ -123,6 +128,22 @@ class IndexedDataset:
             )
         start = int(self.sequence_pointers[index]) // self.dtype.itemsize + offset
         return self._tokens[start : start + length]
+
+    def gather(self, starts: np.ndarray, stops: np.ndarray, out: np.ndarray) -> None:
+        """Copy ranges of `.bin`, one after the other, into `out`.
+
+        Args:
+            starts: int64 [pieces], first token of each, counted from the start of the file.
+            stops: int64 [pieces], token after the last of each.
+            out: integer [sum of stops - starts].
+        """
+        if len(starts) * _SHORT_PIECE > len(out):  # one indexed read is faster than many small slices
+            sizes = stops - starts
+            places = np.arange(len(out)) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+            out[:] = self._tokens[places]
+            return
+        pieces = [self._tokens[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+        np.concatenate(pieces, out=out, casting="unsafe")
 
     def _check_arrays(self) -> None:
         """Refuse lengths, pointers and document marks that do not add up."""
@@ -225,7 +246,13 @@ def sequence_pointers(lengths: np.ndarray, itemsize: int) -> np.ndarray:
     return pointers
 
 
-def write_index(file: io.BufferedIOBase, dtype: Any, lengths: np.ndarray, document_indices: np.ndarray) -> None:
+def write_index(
+    file: io.BufferedIOBase,
+    dtype: Any,
+    lengths: np.ndarray,
+    document_indices: np.ndarray,
+    modes: np.ndarray | None = None,
+) -> None:
     """Write a whole `.idx` file to an open binary file.
 
     Args:
@@ -233,15 +260,20 @@ def write_index(file: io.BufferedIOBase, dtype: Any, lengths: np.ndarray, docume
         dtype: type of the token ids, one of DTYPE_CODES.
         lengths: integer [sequences], in tokens.
         document_indices: integer [documents + 1].
+        modes: int8 [sequences] of a multimodal corpus.
 
     Raises:
-        ValueError: the format has no code for `dtype`.
+        ValueError: the format has no code for `dtype`, or there is not one mode per sequence.
     """
     dtype = np.dtype(dtype)
+    if modes is not None and len(modes) != len(lengths):
+        raise ValueError(f"{len(modes)} modes for {len(lengths)} sequences; expected one each")
     file.write(HEADER.pack(MAGIC, VERSION, _dtype_code(dtype), len(lengths), len(document_indices)))
     file.write(np.ascontiguousarray(lengths, dtype="<i4").data)
     file.write(sequence_pointers(np.asarray(lengths), dtype.itemsize).astype("<i8", copy=False).data)
     file.write(np.ascontiguousarray(document_indices, dtype="<i8").data)
+    if modes is not None:
+        file.write(np.ascontiguousarray(modes, dtype="i1").data)
 
 
 def _dtype_code(dtype: np.dtype) -> int:
@@ -261,19 +293,21 @@ class IndexedDatasetBuilder:
     Args:
         prefix: path of both files without `.bin` and `.idx`; its folder must exist.
         dtype: type of the token ids, see `best_dtype`.
+        multimodal: write a mode with every sequence.
 
     Raises:
         DataFileError: the folder cannot be written to.
         ValueError: the format has no code for `dtype`.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: Any):
+    def __init__(self, prefix: str | os.PathLike[str], dtype: Any, multimodal: bool = False):
         self.dtype = np.dtype(dtype).newbyteorder("<")
         _dtype_code(self.dtype)
         self.prefix = os.fspath(prefix)
         # Arrays of machine integers: 4 and 8 bytes an entry where a list would take some 40.
         self._lengths = array("i")
         self._document_indices = array("q", [0])
+        self._modes = array("b") if multimodal else None
         self._finished = False
         self._bin = AtomicFile(bin_path(self.prefix))
 
@@ -287,25 +321,46 @@ class IndexedDatasetBuilder:
         """Remove what was written unless `finalize` has run."""
         self.abort()
 
-    def add_document(self, tokens: Any, lengths: Sequence[int] | np.ndarray | None = None) -> None:
+    def add_document(
+        self,
+        tokens: Any,
+        lengths: Sequence[int] | np.ndarray | None = None,
+        modes: Sequence[int] | np.ndarray | None = None,
+    ) -> None:
         """Append one document.
 
         Args:
             tokens: integer [tokens], the ids of all its sequences one after the other.
             lengths: integer [sequences], whose sum is `tokens`. None: one sequence, or none for an empty document
                 (which then still counts as a document, as in the reference).
+            modes: int8 [sequences], in a multimodal corpus; None: 0 each.
 
         Raises:
-            ValueError: the lengths do not sum to the number of tokens, or an id does not fit the dtype.
+            ValueError: the lengths do not sum to the number of tokens, an id does not fit the dtype, or modes do not
+                fit the sequences or the corpus.
         """
         tokens = np.asarray(tokens)
         if lengths is None:
             lengths = [len(tokens)] if len(tokens) else []
         sizes = np.asarray(lengths, dtype=np.int64)
         self._check_document(tokens, sizes)
+        self._add_modes(len(sizes), modes)
         self._bin.handle.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
         self._document_indices.append(len(self._lengths))
+
+    def _add_modes(self, num_sequences: int, modes: Sequence[int] | np.ndarray | None) -> None:
+        """Take over the modes of a document's sequences."""
+        if self._modes is None:
+            if modes is not None:
+                raise ValueError(
+                    f"{self.prefix} is no multimodal corpus: modes have no place in it; fix: multimodal=True"
+                )
+            return
+        values = np.zeros(num_sequences, np.int64) if modes is None else np.asarray(modes, np.int64)
+        if values.shape != (num_sequences,) or (values.size and not -128 <= values.min() <= values.max() <= 127):
+            raise ValueError(f"modes {values.tolist()}: expected {num_sequences} numbers of -128 .. 127")
+        self._modes.frombytes(values.astype(np.int8).tobytes())
 
     def _check_document(self, tokens: np.ndarray, sizes: np.ndarray) -> None:
         """Refuse what would silently become other tokens: wrong sums, ids that wrap around."""
@@ -332,7 +387,9 @@ class IndexedDatasetBuilder:
         index = AtomicFile(idx_path(self.prefix))
         try:
             lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, dtype=np.int32)
-            write_index(index.handle, self.dtype, lengths, np.frombuffer(self._document_indices, dtype=np.int64))
+            marks = np.frombuffer(self._document_indices, dtype=np.int64)
+            modes = None if self._modes is None else np.array(self._modes, dtype=np.int8)
+            write_index(index.handle, self.dtype, lengths, marks, modes)
             index.flush()
             self._bin.flush()
             index.path.unlink(missing_ok=True)

@@ -1,42 +1,37 @@
 """From text files to an indexed dataset (no communication).
 
-Input is JSON lines (`.jsonl`, `.json`, also `.gz`), a document a line, or plain text, a document a file. Output is
-`{prefix}_{key}_document.bin` and `.idx` for each JSON key, as Megatron-LM's tools/preprocess_data.py:86-108,171 names
-and fills them: an empty text is a document without sequence and gets no end-of-document token.
+Input is JSON lines, parquet or plain text (`preprocess_input`). Output is `{prefix}_{key}_document.bin` and `.idx` for
+each JSON key, as Megatron-LM's tools/preprocess_data.py:86-108,171 names and fills them: an empty text is a document
+without sequence and gets no end-of-document token.
 
-The text streams through in chunks of about a megabyte; with several workers at most a few chunks are under way, in
-order, so memory does not grow with the corpus. A worker that dies stops the run instead of hanging it.
+The text streams through in chunks of about a megabyte, of which few are under way, so memory does not grow with the
+corpus but for its index (4 bytes a sequence, 8 a document). `--workers` processes tokenise and write the chunks of one
+stream (`preprocess_workers`). `--partitions` cuts the input into as many streams, each with its own workers, and
+joins what they wrote: for archives, which one process must unpack. Both give the same bytes for any number.
 """
 
-import glob
-import gzip
-import json
+import contextlib
 import logging
 import multiprocessing
 import os
+import shutil
 import time
-import zlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import numpy as np
-
-from jmegatron.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
-from jmegatron.data.tokenizers import Tokenizer, build_tokenizer
-from jmegatron.errors import DataFileError, UsageError
+from jmegatron.data.indexed_dataset import IndexedDataset, best_dtype, bin_path
+from jmegatron.data.preprocess_encode import Counts, EncodeOptions
+from jmegatron.data.preprocess_input import Piece, find_input_files, find_pieces, has_keys, read_chunks, split_pieces
+from jmegatron.data.preprocess_output import CorpusWriter, part_folder, sole_writer
+from jmegatron.data.preprocess_workers import Job, encode_here, encode_in_workers
+from jmegatron.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_settings
+from jmegatron.errors import UsageError
 
 logger = logging.getLogger(__name__)
-
-_JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
-_TEXT_ENDINGS = (".txt", ".md", ".py", ".rst", ".txt.gz")
-_CHUNK_BYTES = 1 << 20
-_CHUNK_DOCUMENTS = 1024
 
 
 @dataclass(frozen=True)
@@ -46,12 +41,18 @@ class PreprocessOptions:
     Attributes:
         input: files, patterns or folders.
         output_prefix: start of the output paths.
-        json_keys: keys of the JSON objects to take; each gives a corpus of its own.
-        tokenizer_type: see `tokenizers.build_tokenizer`.
+        json_keys: keys of the JSON objects (columns of parquet files) to take; each gives a corpus of its own.
+        tokenizer_type: see `tokenizers.build_tokenizer`, also for the fields up to `tiktoken_special_tokens`.
         tokenizer_model: file or folder of the tokenizer.
-        vocab_size: for NullTokenizer.
+        vocab_size: for NullTokenizer and TikTokenizer.
+        vocab_file: for GPT2BPETokenizer.
+        merge_file: for GPT2BPETokenizer.
+        tiktoken_pattern: for TikTokenizer.
+        tiktoken_num_special_tokens: for TikTokenizer.
+        tiktoken_special_tokens: for TikTokenizer.
         append_eod: end each document that is not empty with the tokenizer's `eod`.
-        workers: processes that tokenise; 1 works in this process.
+        workers: processes that tokenise, per partition; 1 works in the process that reads.
+        partitions: parts of the input that are worked on at the same time.
         log_interval: documents between two progress lines; 0 for none.
         skip_bad_lines: count lines that cannot be read instead of stopping at the first.
     """
@@ -62,8 +63,14 @@ class PreprocessOptions:
     tokenizer_type: str = "ByteTokenizer"
     tokenizer_model: str | os.PathLike[str] | None = None
     vocab_size: int | None = None
+    vocab_file: str | os.PathLike[str] | None = None
+    merge_file: str | os.PathLike[str] | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    tiktoken_special_tokens: Sequence[str] | None = None
     append_eod: bool = False
     workers: int = 1
+    partitions: int = 1
     log_interval: int = 1000
     skip_bad_lines: bool = False
 
@@ -89,263 +96,223 @@ class PreprocessReport:
     seconds: float = 0.0
 
 
-class Chunk(NamedTuple):
-    """Some documents as they stand in a file.
-
-    path: the file. first_line: number of its first line here, or None for plain text. items: lines, or one whole text.
-    """
-
-    path: str
-    first_line: int | None
-    items: list[bytes]
-
-
-@dataclass
-class EncodedChunk:
-    """The documents of a chunk as tokens.
-
-    tokens: per JSON key, int32 [all tokens of the chunk]. lengths: per JSON key, the tokens of each document.
-    """
-
-    tokens: list[np.ndarray] = field(default_factory=list)
-    lengths: list[list[int]] = field(default_factory=list)
-    num_bytes: int = 0
-    num_bad_lines: int = 0
-
-
 def preprocess(options: PreprocessOptions) -> PreprocessReport:
     """Write the corpora and return what came out; the final files appear only after everything went well.
 
     Raises:
-        UsageError: an option cannot be used, nothing matches `input`, or the input holds no token.
+        UsageError: an option cannot be used, nothing matches `input`, the input holds no token, or another process
+            writes the same corpora.
         DataFileError: a file cannot be read, holds a bad line (without `skip_bad_lines`), or cannot be written.
     """
     tokenizer = _check_options(options)
     files = find_input_files(options.input)
     _check_keys(files, options.json_keys)
+    pieces = find_pieces(files)
     prefix = Path(options.output_prefix)
-    report = PreprocessReport([f"{prefix}_{key}_document" for key in options.json_keys])
+    names = [f"{prefix}_{key}_document" for key in options.json_keys]
     _make_folder(prefix.parent)
-    started = time.monotonic()
+    progress = _Progress(PreprocessReport(names), options.log_interval)
+    with sole_writer(prefix, names):
+        if options.partitions == 1:
+            _one_stream(pieces, options, tokenizer, names, progress.add)
+        else:
+            _many_streams(split_pieces(pieces, options.partitions), options, tokenizer, names, progress.add)
+    progress.report.seconds = time.monotonic() - progress.started
+    return progress.report
+
+
+# ---------------------------------------------------------------------------------------------------------- streams
+
+# (documents, tokens, bytes of text, bad lines) of a chunk.
+Sizes = tuple[int, int, int, int]
+
+
+def _one_stream(
+    pieces: Sequence[Piece],
+    options: PreprocessOptions,
+    tokenizer: Tokenizer,
+    names: Sequence[str],
+    add: Callable[[Sizes], None],
+    may_be_empty: bool = False,
+) -> None:
+    """Write the documents of the pieces to a corpus per JSON key."""
+    dtype = best_dtype(tokenizer.vocab_size)
     with ExitStack() as stack:
-        dtype = best_dtype(tokenizer.vocab_size)
-        builders = [stack.enter_context(IndexedDatasetBuilder(name, dtype)) for name in report.prefixes]
-        for encoded in _encode_all(read_chunks(files), options, tokenizer):
-            _add(builders, encoded, report)
-            report.seconds = time.monotonic() - started
-            _log_progress(report, len(encoded.lengths[0]), options.log_interval)
-        if report.num_tokens == 0:
-            raise UsageError(f"--input: {len(files)} files with {report.num_documents} documents hold no token")
-        for builder in builders:
-            builder.finalize()
-    report.seconds = time.monotonic() - started
-    return report
+        writers = [stack.enter_context(CorpusWriter(name, dtype)) for name in names]
+
+        def reserve(counts: Counts) -> list[int]:
+            return [w.reserve(*c) for w, *c in zip(writers, counts.lengths, counts.sequences, strict=True)]
+
+        encode_options = EncodeOptions(tuple(options.json_keys), options.append_eod, options.skip_bad_lines, dtype)
+        settings = tokenizer_settings(options) | {"vocab_size": options.vocab_size}
+        job = Job(settings, encode_options, tuple(writer.path for writer in writers))
+        chunks = read_chunks(pieces, options.json_keys)
+        if options.workers == 1:
+            encoded: Iterator[Counts] = encode_here(chunks, job, reserve, tokenizer)
+        else:
+            encoded = encode_in_workers(chunks, job, reserve, options.workers)
+        num_tokens = 0
+        with contextlib.closing(encoded):  # type: ignore[type-var]
+            for counts in encoded:
+                sizes = _sizes(counts)
+                num_tokens += sizes[1]
+                add(sizes)
+        if num_tokens == 0 and not may_be_empty:
+            raise _no_token(len(pieces))
+        add((0, 0, 0, 0))  # the part of a run that was killed ends here, since nobody listens
+        for writer in writers:
+            writer.commit()
 
 
-# ------------------------------------------------------------------------------------------------------------- input
-
-
-def find_input_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the files that files, patterns and folders name: sorted within each, none twice.
-
-    Folders are searched to the bottom for files with a known ending (JSON lines or text).
-
-    Raises:
-        UsageError: one of them names nothing.
-    """
-    found: dict[Path, None] = {}
-    for given in inputs:
-        matches = _expand(os.fspath(given))
-        if not matches:
-            raise UsageError(
-                f"--input {given}: no such file, no match, or a folder without files that end in "
-                f"{', '.join(_JSON_ENDINGS + _TEXT_ENDINGS)}; fix: check the path, put patterns in quotes"
-            )
-        found.update(dict.fromkeys(matches))
-    return list(found)
-
-
-def _expand(given: str) -> list[Path]:
-    path = Path(given)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        return sorted(p for p in path.rglob("*") if p.name.endswith(_JSON_ENDINGS + _TEXT_ENDINGS) and p.is_file())
-    return sorted(Path(match) for match in glob.glob(given, recursive=True) if Path(match).is_file())
-
-
-def read_chunks(files: Iterable[Path]) -> Iterator[Chunk]:
-    """Yield the documents of the files in order, undecoded, in chunks of about a megabyte.
-
-    Raises:
-        DataFileError: a file cannot be read, or is a damaged gzip file.
-    """
-    for path in files:
-        try:
-            with gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb") as file:
-                if path.name.endswith(_JSON_ENDINGS):
-                    yield from _line_chunks(str(path), file)
-                else:
-                    yield Chunk(str(path), None, [file.read()])
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataFileError(f"--input {path} cannot be read: {error}; fix: copy or compress it again") from error
-
-
-def _line_chunks(path: str, lines: Iterable[bytes]) -> Iterator[Chunk]:
-    items: list[bytes] = []
-    first, size = 1, 0
-    for number, line in enumerate(lines, start=1):
-        items.append(line)
-        size += len(line)
-        if size >= _CHUNK_BYTES or len(items) >= _CHUNK_DOCUMENTS:
-            yield Chunk(path, first, items)
-            items, first, size = [], number + 1, 0
-    if items:
-        yield Chunk(path, first, items)
-
-
-# ------------------------------------------------------------------------------------------------------- tokenising
-
-
-def encode_chunk(
-    chunk: Chunk, tokenizer: Tokenizer, keys: Sequence[str], append_eod: bool, skip_bad_lines: bool
-) -> EncodedChunk:
-    """Return the tokens of a chunk.
-
-    Raises:
-        DataFileError: a document that cannot be read, unless `skip_bad_lines`.
-    """
-    encoded = EncodedChunk()
-    documents: list[list[str]] = []
-    for at, item in enumerate(chunk.items):
-        if chunk.first_line is not None and not item.strip():
-            continue  # blank lines, often the last, are no documents
-        try:
-            texts, size = _parse(chunk, item, keys, first=chunk.first_line == 1 and at == 0)
-        except ValueError as error:
-            if not skip_bad_lines:
-                raise DataFileError(_bad_line(chunk, at, str(error))) from None
-            encoded.num_bad_lines += 1
-            continue
-        documents.append(texts)
-        encoded.num_bytes += size
-    for key in range(len(keys)):
-        _tokenize_key([texts[key] for texts in documents], tokenizer, append_eod, encoded)
-    return encoded
-
-
-def _tokenize_key(texts: list[str], tokenizer: Tokenizer, append_eod: bool, encoded: EncodedChunk) -> None:
-    """Append the tokens of one JSON key."""
-    ends = np.array([tokenizer.eod], dtype=np.int32) if append_eod else np.empty(0, dtype=np.int32)
-    pieces: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
-    lengths = []
-    for tokens in tokenizer.tokenize_batch(texts):
-        lengths.append(len(tokens) + (len(ends) if len(tokens) else 0))
-        pieces += [tokens, ends] if len(tokens) else []
-    encoded.tokens.append(np.concatenate(pieces))
-    encoded.lengths.append(lengths)
-
-
-def _parse(chunk: Chunk, item: bytes, keys: Sequence[str], first: bool) -> tuple[list[str], int]:
-    """Return the text of each key and their bytes; ValueError says what is wrong with the document."""
-    # A byte order mark may stand at the start of a file, and only there.
-    text = item.decode("utf-8-sig" if first or chunk.first_line is None else "utf-8")
-    if chunk.first_line is None:
-        return [text], len(item)
+def _many_streams(
+    parts: Sequence[Sequence[Piece]],
+    options: PreprocessOptions,
+    tokenizer: Tokenizer,
+    names: Sequence[str],
+    add: Callable[[Sizes], None],
+) -> None:
+    """Write each part to corpora of its own, at the same time, and join them in order."""
+    folder = part_folder(Path(options.output_prefix))
+    folder.mkdir()
     try:
-        document = json.loads(text.rstrip("\r\n"))  # so that a cut line is not called one with a control character
-    except RecursionError:
-        raise ValueError("objects nested too deeply") from None
-    if not isinstance(document, dict):
-        raise ValueError(f"a JSON {type(document).__name__}, expected an object")
-    texts = []
-    for key in keys:
-        if key not in document:
-            raise ValueError(f"no key {key!r} among {sorted(document)[:10]}, see --json-keys")
-        if not isinstance(document[key], str):
-            raise ValueError(f"key {key!r} holds a {type(document[key]).__name__}, expected a string")
-        texts.append(document[key])
-    # Encoding also refuses lone surrogates, which JSON can spell and no tokenizer can read.
-    return texts, sum(len(text.encode("utf-8")) for text in texts)
-
-
-def _bad_line(chunk: Chunk, at: int, problem: str) -> str:
-    where = chunk.path if chunk.first_line is None else f"{chunk.path}, line {chunk.first_line + at}"
-    return f"--input {where}: {problem}; fix: repair the document, or leave bad lines out with --skip-bad-lines"
-
-
-# Set in each worker process by _start_worker; a tokenizer is too large to travel with every chunk.
-_worker_state: list[tuple[Tokenizer, PreprocessOptions]] = []
-
-
-def _start_worker(options: PreprocessOptions) -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
-    _worker_state.append((_tokenizer(options), options))
-
-
-def _work(chunk: Chunk) -> EncodedChunk:
-    tokenizer, options = _worker_state[0]
-    return encode_chunk(chunk, tokenizer, options.json_keys, options.append_eod, options.skip_bad_lines)
-
-
-def _encode_all(chunks: Iterable[Chunk], options: PreprocessOptions, tokenizer: Tokenizer) -> Iterator[EncodedChunk]:
-    """Yield the chunks as tokens, in order."""
-    if options.workers == 1:
-        for chunk in chunks:
-            yield encode_chunk(chunk, tokenizer, options.json_keys, options.append_eod, options.skip_bad_lines)
-        return
-    # spawn: a fork of a process with threads (the tokenizer's) can hang.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(options.workers, mp_context=context, initializer=_start_worker, initargs=(options,))
-    pending: deque[Future[EncodedChunk]] = deque()
-    try:
-        for chunk in chunks:
-            pending.append(pool.submit(_work, chunk))
-            if len(pending) > 2 * options.workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise UsageError(
-            f"--workers {options.workers}: a worker process died, perhaps for want of memory; fix: fewer workers"
-        ) from error
+        prefixes = [[str(folder / f"{part}_{key}") for key in range(len(names))] for part in range(len(parts))]
+        _run_parts(parts, options, prefixes, add)
+        _join(prefixes, names, tokenizer, sum(map(len, parts)))
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-# ----------------------------------------------------------------------------------------------------------- output
+def _run_parts(
+    parts: Sequence[Sequence[Piece]],
+    options: PreprocessOptions,
+    prefixes: Sequence[Sequence[str]],
+    add: Callable[[Sizes], None],
+) -> None:
+    """Run a process for each part until all have ended.
+
+    Raises:
+        UsageError: what the first of them raised in the order of the input, or one died.
+    """
+    context = multiprocessing.get_context("spawn")
+    running: dict[Connection, tuple[int, Any]] = {}
+    failed: dict[int, Exception] = {}
+    try:
+        for part, (pieces, names) in enumerate(zip(parts, prefixes, strict=True)):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_part_process, args=(theirs, pieces, options, names))
+            process.start()
+            theirs.close()
+            running[ours] = (part, process)
+        while running and not failed:
+            for pipe in wait(list(running)):
+                assert isinstance(pipe, Connection)
+                _receive(pipe, running, failed, add)
+        # A part before the one that failed may hold an error as well; the first of the input is the one to report.
+        if failed:
+            raise failed[min(failed)]
+    finally:
+        for _, process in running.values():
+            process.terminate()
+            process.join()
 
 
-def _add(builders: Sequence[IndexedDatasetBuilder], encoded: EncodedChunk, report: PreprocessReport) -> None:
-    """Write a chunk to the corpus of each key."""
-    for builder, tokens, lengths in zip(builders, encoded.tokens, encoded.lengths, strict=True):
-        start = 0
-        for length in lengths:
-            builder.add_document(tokens[start : start + length])
-            start += length
-        report.num_tokens += len(tokens)
-    report.num_documents += len(encoded.lengths[0])
-    report.num_bytes += encoded.num_bytes
-    report.num_bad_lines += encoded.num_bad_lines
+def _receive(
+    pipe: Connection,
+    running: dict[Connection, tuple[int, Any]],
+    failed: dict[int, Exception],
+    add: Callable[[Sizes], None],
+) -> None:
+    """Take one message of a part's process, or its end."""
+    part, process = running[pipe]
+    try:
+        message = pipe.recv()
+    except EOFError:
+        process.join()
+        del running[pipe]
+        if process.exitcode and part not in failed:
+            failed[part] = UsageError("--partitions: a process died, perhaps for want of memory; fix: fewer of them")
+        return
+    if isinstance(message, Exception):
+        failed[part] = message
+    else:
+        add(message)
 
 
-def _log_progress(report: PreprocessReport, added: int, log_interval: int) -> None:
-    """Log a line each time the number of documents passes a multiple of `log_interval`."""
-    if log_interval and report.num_documents // log_interval > (report.num_documents - added) // log_interval:
-        seconds = max(report.seconds, 1e-9)
-        logger.info(
-            "%d documents, %.1f documents/s, %.2f MB/s",
-            report.num_documents,
-            report.num_documents / seconds,
-            report.num_bytes / 1e6 / seconds,
-        )
+def _part_process(pipe: Connection, pieces: Sequence[Piece], options: PreprocessOptions, names: Sequence[str]) -> None:
+    """Write the corpora of one part; the pipe takes the sizes of its chunks, or what went wrong."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        _one_stream(pieces, options, _tokenizer(options), names, pipe.send, may_be_empty=True)
+    except BrokenPipeError:
+        return  # the parent is gone
+    except UsageError as error:
+        pipe.send(error)
+
+
+def _join(prefixes: Sequence[Sequence[str]], names: Sequence[str], tokenizer: Tokenizer, num_pieces: int) -> None:
+    """Append the corpora of all parts in order; each part goes as soon as it is copied."""
+    with ExitStack() as stack:
+        writers = [stack.enter_context(CorpusWriter(name, best_dtype(tokenizer.vocab_size))) for name in names]
+        num_tokens = 0
+        for part in prefixes:
+            for writer, prefix in zip(writers, part, strict=True):
+                corpus = IndexedDataset(prefix)
+                num_tokens += int(corpus.sequence_lengths.sum(dtype="int64"))
+                writer.append(corpus)
+                bin_path(prefix).unlink()
+        if num_tokens == 0:
+            raise _no_token(num_pieces)
+        for writer in writers:
+            writer.commit()
+
+
+# --------------------------------------------------------------------------------------------------------- progress
+
+
+class _Progress:
+    """Adds up what the streams report, and logs a line each time the documents pass a multiple of `log_interval`."""
+
+    def __init__(self, report: PreprocessReport, log_interval: int):
+        self.report = report
+        self.started = time.monotonic()
+        self._interval = log_interval
+
+    def add(self, sizes: Sizes) -> None:
+        """Add the sizes of a chunk."""
+        report, (documents, tokens, num_bytes, bad) = self.report, sizes
+        before = report.num_documents
+        report.num_documents += documents
+        report.num_tokens += tokens
+        report.num_bytes += num_bytes
+        report.num_bad_lines += bad
+        if self._interval and report.num_documents // self._interval > before // self._interval:
+            seconds = max(time.monotonic() - self.started, 1e-9)
+            logger.info(
+                "%d documents, %.1f documents/s, %.2f MB/s",
+                report.num_documents,
+                report.num_documents / seconds,
+                report.num_bytes / 1e6 / seconds,
+            )
+
+
+def _sizes(counts: Counts) -> Sizes:
+    tokens = sum(int(lengths.sum(dtype="int64")) for lengths in counts.lengths)
+    return len(counts.sequences[0]), tokens, counts.num_bytes, counts.num_bad_lines
+
+
+def _no_token(num_files: int) -> UsageError:
+    return UsageError(f"--input: {num_files} files hold no token; fix: check the files and --json-keys")
+
+
+# ---------------------------------------------------------------------------------------------------------- options
 
 
 def _check_options(options: PreprocessOptions) -> Tokenizer:
     """Refuse what cannot work, and return the tokenizer."""
-    if options.workers < 1 or options.log_interval < 0:
+    if options.workers < 1 or options.partitions < 1 or options.log_interval < 0:
         raise UsageError(
-            f"got --workers {options.workers} and --log-interval {options.log_interval}, expected at least 1 and 0"
+            f"got --workers {options.workers}, --partitions {options.partitions} and --log-interval "
+            f"{options.log_interval}, expected at least 1, 1 and 0"
         )
     if not options.json_keys or len(set(options.json_keys)) != len(options.json_keys):
         raise UsageError(f"--json-keys: got {list(options.json_keys)}, expected different names, at least one")
@@ -359,13 +326,13 @@ def _check_options(options: PreprocessOptions) -> Tokenizer:
 
 
 def _tokenizer(options: PreprocessOptions) -> Tokenizer:
-    return build_tokenizer(options.tokenizer_type, options.tokenizer_model, options.vocab_size)
+    return build_tokenizer(**tokenizer_settings(options), vocab_size=options.vocab_size)
 
 
-def _check_keys(files: Iterable[Path], keys: Sequence[str]) -> None:
+def _check_keys(files: Sequence[Path], keys: Sequence[str]) -> None:
     """Plain text has no keys to choose from."""
     for path in files:
-        if len(keys) > 1 and not path.name.endswith(_JSON_ENDINGS):
+        if len(keys) > 1 and not has_keys(path):
             raise UsageError(
                 f"--json-keys: got {list(keys)}, expected one key, since {path} is plain text without keys"
             )

@@ -231,9 +231,19 @@ class SelfAttention(_ParallelModule):
     def __call__(
         self, x: Float[Array, "batch seq_in hidden"], context: TokenContext | None = None
     ) -> Float[Array, "batch seq_in hidden"]:
-        """Returns attention of x. `context` defaults to tokens 0 .. seq-1, no dropout, rotary if rotary_base is set."""
+        """Returns attention of x. `context` defaults to tokens 0 .. seq-1, rotary if rotary_base is set.
+
+        Raises:
+          ValueError: the settings ask for dropout and no context brings its key. (With `dropout_key=None` in a context
+            nothing is dropped: evaluation.)
+        """
         sharded = self.sequence_parallel and self.axis is not None
         if context is None:
+            if self.settings.dropout > 0:
+                raise ValueError(
+                    f"SelfAttention: dropout is {self.settings.dropout}, but there is no TokenContext with a"
+                    " dropout_key; fix: pass one (dropout_key=None in it for evaluation), or set dropout to 0"
+                )
             context = self._default_context(x, sharded)
         return self_attention(
             self.tree(self.dtype), self._cast(x), context, self.settings, axis=self.axis, sequence_parallel=sharded

@@ -1,10 +1,11 @@
 """Evaluation of the validation and test splits. The sums over tokens are reduced inside the evaluation step."""
 
+import dataclasses
 from typing import Any
 
 import jax
 
-from jmegatron.data.build import GPTSources
+from jmegatron.data.gpt_dataset import SampleSource
 from jmegatron.data.loader import build_global_batch
 from jmegatron.training.program import Program
 from jmegatron.training.step import make_eval_step
@@ -16,10 +17,13 @@ class Evaluator:
     (The reference walks on through the validation samples instead.) The training state is only read.
     """
 
-    def __init__(self, program: Program, sources: GPTSources):
+    def __init__(self, program: Program, sources: tuple[SampleSource | None, SampleSource | None, SampleSource | None]):
         self._program = program
         self._sources = {"valid": sources[1], "test": sources[2]}
-        self._step = jax.jit(make_eval_step(program.settings, program.mesh))
+        # Without smoothing: the plain cross-entropy is what compares between runs, and what a perplexity is of.
+        model = dataclasses.replace(program.settings.model, label_smoothing=0.0)
+        settings = dataclasses.replace(program.settings, model=model)
+        self._step = jax.jit(make_eval_step(settings, program.mesh))
 
     def has(self, split: str) -> bool:
         """Returns whether there is something to evaluate."""
@@ -32,8 +36,9 @@ class Evaluator:
         source = self._sources[split]
         assert size is not None
         assert source is not None
+        rows = self._program.placer.rows
         sums = [
-            self._step(parameters, self._program.put(build_global_batch(source, i * size, size)))
+            self._step(parameters, self._program.put(build_global_batch(source, i * size, size, rows=rows)))
             for i in range(training.eval_iters)
         ]
         loss = sum(float(s["loss_sum"]) for s in sums)

@@ -6,6 +6,7 @@ waits for a step's numbers only when it logs them.
 
 import collections
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -47,7 +48,7 @@ def run(config: Config, devices: list[Any] | None = None) -> None:
     startup.check_outputs(config)
     startup.configure_devices(config)
     devices = devices or jax.devices()
-    resume = find_checkpoint(config.checkpoint.load, _say_first)
+    resume = find_checkpoint(config.checkpoint, _say_first)
     config, tokenizer = resolve_for_run(keep_padding(config, resume) if resume else config, len(devices))
     if resume:
         check_same_model(config, resume)
@@ -57,6 +58,7 @@ def run(config: Config, devices: list[Any] | None = None) -> None:
     program = build_program(config, devices)
     for line in startup.startup_lines(config, program.mesh, program.specs, cache):
         _say_first(line)
+    startup.check_memory(program.specs, config, program.mesh)
     state = load_state(program, resume, _say_first) if resume else program.init()
     Trainer(program, state, resume.consumed_samples if resume else 0, sources).run()
 
@@ -123,6 +125,8 @@ class Trainer:
         self._evaluate = Evaluator(program, sources)
         self._profile = Profile(config)
         self._clock = _Clock()
+        self._in_flight: collections.deque[Any] = collections.deque()
+        self._num_nan = 0
 
     def run(self) -> None:
         """Trains to the last step, or to --exit-interval."""
@@ -147,20 +151,36 @@ class Trainer:
         """Runs the steps and returns the last one done."""
         key = self.program.dropout_key()
         train_step = _compile(self.program, self.state, key)
-        in_flight: collections.deque[Any] = collections.deque()
-        with GlobalBatchLoader(self._source, self._batch_size, self.consumed_samples) as loader:
+        with self._loader() as loader:
             self._clock.read()
             for step in range(self._first + 1, self._last + 1):
                 self._profile.before(step)
-                self.state, metrics = train_step(self.state, self.program.put(next(loader)), key)
+                self.state, metrics = train_step(self.state, next(loader), key)
                 self.consumed_samples += self._batch_size
                 self._profile.after(step, metrics)
-                in_flight.append(metrics)
-                if len(in_flight) > STEPS_AHEAD:
-                    jax.block_until_ready(in_flight.popleft())
+                self._in_flight.append(metrics)
+                self._wait(STEPS_AHEAD)
                 if self._after_step(step, metrics):
                     return step
         return self._last
+
+    def _wait(self, may_run: int) -> None:
+        """Waits until at most `may_run` steps are unfinished, and looks at the loss of each that finished."""
+        while len(self._in_flight) > may_run:
+            loss = float(self._in_flight.popleft()["loss"])
+            self._num_nan += not math.isfinite(loss)
+
+    def _loader(self) -> GlobalBatchLoader:
+        """Returns the training batches from here on; threads put them onto the devices ahead of the steps."""
+        return GlobalBatchLoader(
+            self._source,
+            self._batch_size,
+            self.consumed_samples,
+            order=self.program.sample_order(len(self._source)),
+            rows=self.program.placer.rows,
+            place=self.program.put,
+            num_workers=self.program.config.data.num_workers,
+        )
 
     def _after_step(self, step: int, metrics: Any) -> bool:
         """Logs, evaluates and saves where due; returns whether to stop."""
@@ -168,13 +188,14 @@ class Trainer:
         self._clock.tick()
         self._reporter.progress()
         if last or step == self._first + 1 or _is_due(step, config.logging.log_interval):
-            jax.block_until_ready(metrics)
-            self._reporter.step(step_report(self.program, step, metrics, self.consumed_samples, self._clock.read()))
+            self._wait(0)
+            report = step_report(self.program, step, metrics, self.consumed_samples, self._clock.read())
+            self._reporter.step(report, self._num_nan)
         leave = _is_due(step, config.training.exit_interval)
         evaluating = self._evaluate.has("valid") and (last or _is_due(step, config.training.eval_interval))
         saving = leave or last or _is_due(step, config.checkpoint.save_interval)
         if evaluating or saving:
-            jax.block_until_ready(metrics)  # queued steps are no pause
+            self._wait(0)  # queued steps are no pause
         start = time.perf_counter()
         if evaluating:
             self._report_evaluation(step, "valid")

@@ -4,6 +4,7 @@ No communication here; collectives happen inside the steps.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,10 +13,12 @@ from jax.sharding import Mesh
 
 from jmegatron import partition, random
 from jmegatron.config import Config, resolve, validate_for_devices
+from jmegatron.data.sampler import CyclicOrder, SampleOrder, SequentialOrder
 from jmegatron.data.tokenizers import build_tokenizer
 from jmegatron.mesh import build_mesh
 from jmegatron.models.gpt import gpt_specs
 from jmegatron.optimizer.adamw import adamw
+from jmegatron.training.batches import BatchPlacer
 from jmegatron.training.build import learning_rate_schedule, step_settings
 from jmegatron.training.state import TrainState, init_state, train_state_shardings
 from jmegatron.training.step import Batch, StepSettings, batch_shardings, make_train_step
@@ -86,15 +89,22 @@ class Program:
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, batch_shardings(shapes, self.mesh)
         )
 
+    @functools.cached_property
+    def placer(self) -> BatchPlacer:
+        """Puts the run's batches onto the devices."""
+        return BatchPlacer(self.abstract_batch(), self.num_microbatches)
+
     def put(self, arrays: dict[str, np.ndarray]) -> Batch:
-        """Returns a global batch [global_batch, ...] on the devices, micro-batch major."""
+        """Returns a global batch on the devices, micro-batch major, from its rows that this process needs."""
+        return self.placer(arrays)
 
-        def leaf(array: np.ndarray, sharding: Any) -> jax.Array:
-            cut = array.reshape(self.num_microbatches, -1, *array.shape[1:])
-            return jax.make_array_from_callback(cut.shape, sharding, lambda index: cut[index])
-
-        batch = Batch(**{field.name: arrays.get(field.name) for field in dataclasses.fields(Batch)})
-        return jax.tree.map(leaf, batch, batch_shardings(batch, self.mesh))
+    def sample_order(self, num_samples: int) -> SampleOrder:
+        """Returns which of `num_samples` training samples lies at each place of the run."""
+        if self.config.data.dataloader_type == "single":
+            return SequentialOrder(num_samples)
+        data_ranks = self.mesh.shape["dp"] * self.mesh.shape["ep"]
+        sharded = not self.config.data.no_data_sharding
+        return CyclicOrder(num_samples, self.config.training.micro_batch_size, data_ranks, sharded)
 
 
 def build_program(config: Config, devices: list[Any]) -> Program:

@@ -94,7 +94,6 @@ class Reporter:
     ):
         self._train_iters, self._global_batch_size = train_iters, global_batch_size
         self._active = active
-        self._num_nan = 0
         self._file: IO[str] | None = None
         self._bar: Any = None
         self._writer: Any = None
@@ -144,17 +143,16 @@ class Reporter:
         if self._bar is not None:
             self._bar.update(steps)
 
-    def step(self, report: StepReport) -> None:
-        """Reports one training step."""
+    def step(self, report: StepReport, num_nan: int = 0) -> None:
+        """Reports one training step; `num_nan`: steps of this run, logged or not, whose loss was not finite."""
         if not self._active:
             return
-        self._num_nan += not math.isfinite(report.loss)
         self.say(
             log_line(
                 report,
                 train_iters=self._train_iters,
                 global_batch_size=self._global_batch_size,
-                num_nan=self._num_nan,
+                num_nan=num_nan,
             )
         )
         if self._bar is not None:

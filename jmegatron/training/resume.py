@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jmegatron.checkpoint.manager import CheckpointFolder
-from jmegatron.config import Config, config_from_yaml, padded_vocab_size, to_yaml, validate
+from jmegatron.config import CheckpointConfig, Config, config_from_yaml, padded_vocab_size, to_yaml, validate
 from jmegatron.errors import ConfigError, UsageError
 from jmegatron.training import startup
 from jmegatron.training.program import Program
@@ -29,18 +29,26 @@ class Resume:
     """Resolved options of the run that saved it."""
 
 
-def find_checkpoint(path: str | None, say: Say) -> Resume | None:
+def find_checkpoint(config: CheckpointConfig, say: Say) -> Resume | None:
     """Returns the newest checkpoint in --load, or None if there is none yet; touches no device.
 
     Raises:
-      UsageError: it cannot be read.
+      UsageError: it cannot be read, or is not there and --exit-on-missing-checkpoint is given.
     """
+    path = config.load
     if not path:
         return None
     with CheckpointFolder(path, option="load", read_only=True) as folder:
         step = folder.latest_step()
         if step is None:
-            say(f"--load {path}: no checkpoint there yet, starting from random weights")
+            if config.exit_on_missing_checkpoint:
+                raise UsageError(
+                    f"--load {path}: no checkpoint there, and --exit-on-missing-checkpoint asks for one; fix: check the"
+                    " path"
+                )
+            # The same line starts and resumes a run where both folders are one; otherwise it may be a slip.
+            word = "" if path == config.save else "WARNING: "
+            say(f"{word}--load {path}: no checkpoint there yet, starting from random weights")
             return None
         meta = folder.read_meta(step)
     saved = config_from_yaml(meta["config"], where=f"checkpoint {path}")

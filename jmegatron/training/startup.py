@@ -152,6 +152,36 @@ def _memory_lines(config: Config, mesh: Mesh, specs: Any) -> list[str]:
     return [f"model state per device (MiB): {text}; sum {sum(parts.values()) / MIB:,.1f}"]
 
 
+def state_bytes(config: Config, mesh: Mesh, specs: Any) -> int:
+    """Returns the bytes of parameters, master weights, moments and fp32 gradients on one device."""
+    itemsize = np.dtype(compute_dtype(config)).itemsize
+    fp32 = partition.local_bytes(specs, dict(mesh.shape), 4)
+    compute = partition.local_bytes(specs, dict(mesh.shape), itemsize)
+    return compute + (0 if itemsize == 4 else fp32) + 3 * fp32
+
+
+def check_memory(specs: Any, config: Config, mesh: Mesh) -> None:
+    """Refuses a model whose state alone exceeds the memory, before anything is allocated.
+
+    Raises:
+      UsageError: it does.
+    """
+    device = mesh.devices.flat[0]
+    need = state_bytes(config, mesh, specs)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None and device.platform == "cpu":
+        # All virtual devices live in this machine's memory.
+        need *= len(mesh.local_devices)
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if limit is not None and need > limit:
+        where = "this machine" if device.platform == "cpu" else "a device"
+        raise UsageError(
+            f"--num-layers {config.model.num_layers}, --hidden-size {config.model.hidden_size}: parameters, optimizer"
+            f" state and gradients need {need / 2**30:,.1f} GiB of {where}'s {limit / 2**30:,.1f} GiB; fix: a smaller"
+            " model, or a larger --tensor-model-parallel-size on more devices"
+        )
+
+
 def _flops_line(config: Config, device_kind: str) -> str:
     training = config.training
     assert training.global_batch_size is not None

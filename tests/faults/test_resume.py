@@ -160,3 +160,11 @@ def _wait_for(condition: Any, process: subprocess.Popen[Any], seconds: float = 9
         assert process.poll() is None, f"ended with {process.returncode}"
         assert time.monotonic() < end, f"waited {seconds} s, {os.listdir('.')}"
         time.sleep(0.02)
+
+
+def test_a_missing_checkpoint_stops_the_run_if_asked_to(tmp_path: Path) -> None:
+    nowhere = ("--load", str(tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match="no checkpoint there"):
+        train(tmp_path, *nowhere, "--exit-on-missing-checkpoint")
+    assert "WARNING: --load" in train(tmp_path, *nowhere, "--train-iters", "1").out
+    assert "WARNING" not in train(tmp_path, *nowhere, "--train-iters", "1", "--save", nowhere[1]).out

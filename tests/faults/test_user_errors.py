@@ -154,7 +154,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--normalization RMSNorm", "model.normalization is RMSNorm", "--normalization LayerNorm"),
         ("--untie-embeddings-and-output-weights", "model.untie_embeddings_and_output_weights is True", "--no-untie-"),
         ("--bf16", "training.bf16 is True, but the checkpoint was saved with False", "--no-bf16"),
-        ("--padded-vocab-size 128", "model.padded_vocab_size is 128", "--padded-vocab-size 64"),
+        ("--padded-vocab-size 192", "model.padded_vocab_size is 192", "--padded-vocab-size 64"),
     ],
 )
 def test_a_checkpoint_of_another_model_names_the_key(options: str, key: str, fix: str, saved: Path, fails: Any) -> None:
@@ -238,7 +238,7 @@ def test_an_interrupted_run_says_so_in_one_line(number: signal.Signals, tmp_path
                 break
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert err == "train.py: interrupted; steps since the last checkpoint are lost\n"
+    assert err == "train.py: interrupted; what was not saved is lost\n"
 
 
 def test_a_closed_standard_output_ends_the_run_in_one_line(tmp_path: Path) -> None:

@@ -7,16 +7,25 @@ what each case asks for; every document ends with token 119.
 import hashlib
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jmegatron.data.blend import (
+    Blend,
+    build_blend_index,
+    build_exhaustive_blend_index,
+    normalised,
+    samples_per_corpus,
+)
 from jmegatron.data.borders import Borders
+from jmegatron.data.build import build_gpt_datasets
 from jmegatron.data.gpt_dataset import GPTDataset
-from jmegatron.data.gpt_index import build_gpt_index
+from jmegatron.data.gpt_index import Cut, build_gpt_index
 from jmegatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, write_index
-from jmegatron.data.sampler import iterate_rank_sample_ids
+from jmegatron.data.sampler import CyclicOrder, SequentialOrder, rank_sample_ids
 from jmegatron.data.split import SPLIT_NAMES, split_ranges
 
 DATA = Path(__file__).parent / "data" / "dataset"
@@ -24,9 +33,10 @@ META = json.loads((DATA / "meta.json").read_text())
 SEQ_LEN = META["seq"]
 EOD = META["eod"]
 SEED = 1234
-CORPORA = ["corpusA_u16", "corpusA_i32", "corpusC_u16"]
-# The reference's options that jmegatron does not have yet (a kept partial sample, samples without the extra token).
-CASES = ["A_900_60_40_small", "A_900_60_40_epochs", "A_all_train_none", "A_i32", "C_949_50_1", "A_resets"]
+CORPORA = ["corpusA_u16", "corpusA_i32", "corpusB_u16", "corpusC_u16"]
+# The last two are arguments of the datasets without a flag, in the reference as here.
+PLAIN = ["A_900_60_40_small", "A_900_60_40_epochs", "A_all_train_none", "A_i32", "C_949_50_1", "A_resets"]
+CASES = [*PLAIN, "A_valid_keep_partial", "A_no_extra_token"]
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +99,10 @@ def _dataset(case, part):
         split_name=SPLIT_NAMES[part],
         borders=Borders(EOD, *(f"'{name}': True" in asked["extras"] for name in BORDERS)),
         vocab_size=EOD + 1,
+        cut=Cut(
+            extra_token="'add_extra_token_to_sequence': False" not in asked["extras"],
+            drop_last_partial=part != 1 or "'drop_last_partial_validation_sequence': False" not in asked["extras"],
+        ),
     )
 
 
@@ -126,6 +140,74 @@ def test_resets_at_document_ends_equal_the_reference(part, recorded):
         segments = dataset[number]["segment_ids"]
         visible = (segments[:, None] == segments[None]) & np.tri(len(segments), dtype=bool)
         np.testing.assert_array_equal(~visible, expected)
+
+
+BLENDS = META["blend"]
+
+
+def _blended(case):
+    asked = BLENDS[case]
+    weights = None if asked["weights"] is None else tuple(asked["weights"])
+    blend = Blend(tuple(str(DATA / prefix) for prefix in asked["prefixes"]), weights)
+    return build_gpt_datasets(
+        blend,
+        vocab_size=EOD + 1,
+        seq_len=SEQ_LEN,
+        seed=SEED,
+        split=asked["split"],
+        num_samples=tuple(asked["sizes"]),
+    )
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["train", "valid"])
+@pytest.mark.parametrize("case", BLENDS)
+def test_blend_equals_the_reference_in_order_and_samples(case, part):
+    dataset, truth = _blended(case)[part], BLENDS[case]["splits"][SPLIT_NAMES[part]]
+    assert len(dataset) == truth["size"]
+    assert [len(one) for one in dataset.datasets] == truth["per_dataset_len"]
+    with np.load(DATA / "blend.npz") as recorded:
+        for name, actual in dataset.index._asdict().items():
+            expected = recorded[f"{case}/{SPLIT_NAMES[part]}/{name}"]
+            assert actual.dtype == expected.dtype
+            np.testing.assert_array_equal(actual, expected)
+        tokens = recorded[f"{case}/{SPLIT_NAMES[part]}/tokens"]
+    np.testing.assert_array_equal(dataset.batch(np.arange(len(tokens)))["tokens"], tokens)
+
+
+def test_part_of_a_blend_with_weight_zero_is_none():
+    assert all(_blended(case)[2] is None for case in BLENDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("helper_w127", lambda: build_blend_index(normalised([0.1, 0.2, 0.7]), 50)),
+        ("helper_exh_5_8_17", lambda: build_exhaustive_blend_index([5, 8, 17])),
+    ],
+)
+def test_blend_order_equals_the_reference_helpers(name, index):
+    with np.load(DATA / "blend.npz") as recorded:
+        for field, actual in index()._asdict().items():
+            np.testing.assert_array_equal(actual, recorded[f"{name}/{field}"])
+
+
+@pytest.mark.parametrize(
+    ("weights", "datasets", "samples"),
+    [
+        ([0.3, 0.7], [1, 0, 1, 1, 0, 1, 1, 0, 1, 1], [0, 0, 1, 2, 1, 3, 4, 2, 5, 6]),
+        ([0.5, 0.3, 0.2], [0, 1, 2, 0, 1, 0, 2, 0, 1, 0], None),
+        (None, [0, 1, 2, 0, 1, 0, 2, 0, 1, 0], None),
+    ],
+)
+def test_golden_blend_of_ten_samples(weights, datasets, samples):
+    index = build_exhaustive_blend_index([5, 3, 2]) if weights is None else build_blend_index(normalised(weights), 10)
+    assert index.dataset_index.tolist() == datasets
+    assert samples is None or index.dataset_sample_index.tolist() == samples
+
+
+def test_golden_sizes_of_a_blend_with_the_surplus():
+    found = [samples_per_corpus(normalised([0.3, 0.7]), size) for size in (1000, 100, 10)]
+    assert found == [[302, 704], [31, 71], [4, 8]]
 
 
 GOLDEN_SIZES = np.array([5, 7, 3, 9, 4, 6, 8, 2, 5, 7], dtype=np.int32)
@@ -173,19 +255,24 @@ def test_golden_split_bounds(num_sequences, ranges):
     assert split_ranges("949,50,1", num_sequences) == ranges
 
 
-def _sampler_cases():
-    table = json.loads((DATA / "samplers.json").read_text())
-    return {name: ids for name, ids in table.items() if name.startswith("sequential/") and "droplastTrue" in name}
+SAMPLERS = json.loads((DATA / "samplers.json").read_text())
+# A last partial batch is always dropped here.
+SAMPLER_CASES = [name for name in SAMPLERS if "droplastFalse" not in name]
 
 
-@pytest.mark.parametrize("name", _sampler_cases())
+@pytest.mark.parametrize("name", SAMPLER_CASES)
 def test_sampler_hands_each_rank_the_recorded_ids(name):
-    fields = name.removeprefix("sequential/").replace("/", "_").split("_")
-    numbers = {field.rstrip("0123456789"): int(field.lstrip("abcdefghijklmnopqrstuvwxyz")) for field in fields if
-               field[-1].isdigit()}  # fmt: skip
-    micro, dp = numbers["mb"], numbers["dp"]
+    kind = re.fullmatch(r"(\w+)/total(\d+)_consumed(\d+)_mb(\d+)_dp(\d+)_(\w+)/rank(\d+)", name).groups()
+    total, consumed, micro, dp, rank = (int(kind[at]) for at in (1, 2, 3, 4, 6))
+    if kind[0] == "cyclic":
+        order = CyclicOrder(total, micro, dp, sharded=kind[5] == "shardingTrue")
+    else:
+        order = SequentialOrder(total)
     # One micro-batch per global batch: the reference's sampler knows no larger unit.
-    batches = iterate_rank_sample_ids(
-        numbers["total"], numbers["consumed"], micro * dp, micro, dp, dp_rank=numbers["rank"]
-    )
-    assert [ids[0].tolist() for ids in batches] == _sampler_cases()[name]
+    positions = [
+        rank_sample_ids(first, micro * dp, micro, dp, rank)[0]
+        for first in range(consumed, consumed + len(SAMPLERS[name]) * micro * dp, micro * dp)
+    ]
+    assert [order.ids(batch).tolist() for batch in positions] == SAMPLERS[name]
+    if kind[0] == "sequential":
+        assert order.num_batches(consumed, micro * dp) == len(SAMPLERS[name])

@@ -223,3 +223,16 @@ def test_the_gradient_of_gather_sequence_is_one_reduce_scatter():
 
 def test_the_gradient_of_reduce_from_sends_nothing_more_than_its_forward():
     assert sent(lambda x: collectives.reduce_from(x, "tp"), SPLIT, WHOLE)["all-reduce"] == 1
+
+
+@pytest.mark.parametrize("region", [collectives.enter_region, collectives.leave_region])
+def test_a_region_without_replication_types_or_without_its_axis_is_refused(region):
+    mesh = mesh_of(1, 4)
+    mapped = jax.shard_map(
+        lambda x: region(x, "tp", sequence_parallel=False), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    with pytest.raises(ValueError, match="check_vma=True"):
+        mapped(jnp.ones((1, 4, 2)))
+    with pytest.raises(ValueError, match="inside jax.shard_map"):
+        region(jnp.ones((1, 4, 2)), "tp", sequence_parallel=False)
+    assert region(jnp.ones((1, 4, 2)), None, sequence_parallel=False).shape == (1, 4, 2)

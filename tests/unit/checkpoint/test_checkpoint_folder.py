@@ -160,3 +160,11 @@ def test_a_save_that_fails_in_the_background_is_a_usage_error_when_closing(
             folder.close()
     assert manager is not None
     manager.close()
+
+
+@pytest.mark.parametrize(("key", "value"), [("consumed_samples", -5), ("consumed_samples", 3.7), ("step", 4)])
+def test_meta_that_cannot_be_true_is_refused(key: str, value: float, tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    (tmp_path / "3" / "meta" / "metadata").write_text(json.dumps({**META, key: value}))
+    with reader(tmp_path) as folder, pytest.raises(UsageError, match=f"{key}|meta file step"):
+        folder.read_meta(3)

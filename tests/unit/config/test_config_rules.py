@@ -83,7 +83,23 @@ BAD = {
     "no data": ({"mock_data": False}, ["none", "--demo-data"]),
     "two sources": ({"demo_data": True}, ["mock_data and demo_data", "--no-demo-data"]),
     "three sources": ({"demo_data": True, "data_path": ("a",)}, ["data_path and mock_data and demo_data"]),
-    "blend": ({"mock_data": False, "data_path": ("0.3", "a", "0.7", "b")}, ["Blends", "0.3 a 0.7 b"]),
+    "two blends": (
+        {"mock_data": False, "data_path": ("0.3", "a", "0.7", "b"), "data_args_path": "f"},
+        ["data_path and data_args_path"],
+    ),
+    "validation without training": (
+        {"valid_data_path": ("a",)},
+        ["valid_data_path, no train_data_path", "--train-data-path"],
+    ),
+    "split of parts": (
+        {"mock_data": False, "train_data_path": ("a",), "split": "90,10"},
+        ["split 90,10", "leave --split out"],
+    ),
+    "split of a file of parts": (
+        {"mock_data": False, "per_split_data_args_path": "f", "split": "90,10"},
+        ["split 90,10", "leave --split out"],
+    ),
+    "negative workers": ({"num_workers": -1}, ["num_workers", "at least 0"]),
     "tokenizer without file": ({"tokenizer_type": "HuggingFaceTokenizer"}, ["--tokenizer-model"]),
     "split words": ({"split": "most"}, ["'most'", "969,30,1"]),
     "split negative": ({"split": "1,-1,0"}, ["'1,-1,0'"]),

@@ -1,6 +1,7 @@
 """Sample index and datasets: against a plain walk, the scenarios of endless loops, the cache, the made-up data."""
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from jmegatron.data import index_cache
 from jmegatron.data.borders import Borders
 from jmegatron.data.build import build_gpt_datasets
 from jmegatron.data.gpt_dataset import GPTDataset, MockGPTDataset
-from jmegatron.data.gpt_index import build_gpt_index, build_sample_index, num_epochs
+from jmegatron.data.gpt_index import CUT, Cut, build_gpt_index, build_sample_index, num_epochs
 from jmegatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from jmegatron.data.split import split_ranges
 from jmegatron.errors import DataFileError, UsageError
@@ -31,20 +32,86 @@ def _corpus(prefix, documents, dtype=np.uint16):
 # ---------------------------------------------------------------------------------------------------------- index
 
 
-def _walk(lengths, seq_len):
-    """The sample index by counting tokens one by one: the place of every seq_len-th token that has a successor."""
-    places = [(position, offset) for position, length in enumerate(lengths) for offset in range(length)]
-    rows = [list(places[at]) for at in range(0, len(places), seq_len)]
-    rows[0] = [0, 0]
+def _walk(lengths, seq_len, cut=CUT):
+    """The reference's walk over the documents (parity.md 4.14): a sample takes `seq_len` tokens and the extra one."""
+    total, extra = sum(lengths), int(cut.extra_token)
+    count = (total - extra) // seq_len if cut.drop_last_partial else math.ceil((total - extra) / seq_len)
+    rows, document, offset = [[0, 0]], 0, 0
+    for _ in range(count):
+        remaining = seq_len + extra
+        while True:
+            available = lengths[document] - offset
+            if available >= remaining:  # ends in this document; the next sample begins at its last token
+                offset += remaining - extra
+                break
+            if not any(lengths[document + 1 :]):  # the rest is not whole
+                offset = lengths[document] - extra
+                break
+            remaining, document, offset = remaining - available, document + 1, 0
+        rows.append([document, offset])
     return rows
 
 
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(any), st.integers(1, 20))
-@settings(max_examples=300, deadline=None)
-def test_sample_index_equals_a_walk_token_by_token(lengths, seq_len):
-    index = build_sample_index(np.array(lengths, dtype=np.int32), seq_len)
+CUTS = st.builds(Cut, st.booleans(), st.booleans())
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, 12), st.just(60)), min_size=1, max_size=30).filter(any), st.integers(1, 20), CUTS
+)
+@settings(max_examples=500, deadline=None)
+def test_sample_index_equals_a_walk_over_the_documents(lengths, seq_len, cut):
+    index = build_sample_index(np.array(lengths, dtype=np.int32), seq_len, cut)
     assert index.dtype == np.int64
-    assert index.tolist() == _walk(lengths, seq_len)
+    assert index.tolist() == _walk(lengths, seq_len, cut)
+
+
+def _plain_index(lengths, first, end, num_samples, seq_len, seed):
+    """The whole index by the sentences of parity.md 4.14, with Python lists and loops."""
+    tokens = sum(lengths[first:end])
+    epochs = 1
+    while epochs * tokens < num_samples * seq_len + 1:
+        epochs += 1
+    before = ((epochs - 1) * tokens - 1) // seq_len
+    apart = epochs > 1 and num_samples - before < int(0.80 * ((tokens - 1) // seq_len))
+    rng = np.random.RandomState(seed)
+
+    def shuffled(values):
+        values = np.array(values, dtype=np.int64)
+        rng.shuffle(values)
+        return values.tolist()
+
+    documents = list(range(first, end))
+    order = shuffled(documents * (epochs - 1)) + shuffled(documents) if apart else shuffled(documents * epochs)
+    samples = _walk([lengths[document] for document in order], seq_len)
+    total = len(samples) - 1
+    shuffle = shuffled(range(before)) + shuffled(range(before, total)) if apart else shuffled(range(total))
+    return order, samples, shuffle
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=40),
+    st.tuples(*[st.integers(0, 100)] * 3).filter(any),
+    st.integers(1, 30),
+    st.integers(1, 60),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=300, deadline=None)
+def test_index_of_any_split_equals_the_plain_loops(lengths, weights, seq_len, num_samples, seed):
+    sizes = np.array(lengths, dtype=np.int32)
+    bounds = np.cumsum([0.0, *(np.array(weights, float) / np.sum(weights))])
+    for part, sequences in enumerate(split_ranges(",".join(map(str, weights)), len(lengths))):
+        if weights[part] == 0:
+            assert sequences is None
+            continue
+        first, end = (round(float(bound) * len(lengths)) for bound in bounds[part : part + 2])
+        assert sequences == (first, end)
+        if sum(lengths[first:end]) == 0:
+            with pytest.raises(UsageError, match="hold no token"):
+                build_gpt_index(sizes, first, end, num_samples, seq_len, seed)
+            continue
+        index = build_gpt_index(sizes, first, end, num_samples, seq_len, seed)
+        expected = _plain_index(lengths, first, end, num_samples, seq_len, seed)
+        assert tuple(values.tolist() for values in index) == expected
 
 
 def test_sample_index_counts_beyond_32_bits():
@@ -215,6 +282,64 @@ def test_sample_outside_is_an_index_error(small):
     for index in (-1, len(train)):
         with pytest.raises(IndexError, match="expected 0 <= sample"):
             train[index]
+
+
+@pytest.mark.parametrize("mean", [3, 400])
+def test_batch_of_short_and_of_long_documents_equals_the_stream(tmp_path, mean):
+    rng = np.random.RandomState(mean)
+    corpus = _corpus(tmp_path / "c", [rng.randint(0, 500, size=size) for size in rng.randint(0, 2 * mean, size=200)])
+    dataset = GPTDataset(corpus, (0, 200), None, 37, 1234, vocab_size=500)
+    stream = np.concatenate([corpus.get(int(document)) for document in dataset.index.document_index])
+    numbers = rng.permutation(len(dataset))
+    batch = dataset.batch(numbers)
+    starts = dataset.index.shuffle_index[numbers].astype(int) * 37
+    for row, start in enumerate(starts):
+        np.testing.assert_array_equal(batch["tokens"][row], stream[start : start + 37])
+        np.testing.assert_array_equal(batch["labels"][row], stream[start + 1 : start + 38])
+    assert batch["loss_mask"].all()
+    assert dataset.batch(numbers)["loss_mask"] is batch["loss_mask"]  # so that it is placed once
+
+
+def test_padding_id_counts_for_nothing(tmp_path):
+    corpus = _corpus(tmp_path / "c", [[5, 7, 9, 7, 7, 3, 2]])
+    dataset = GPTDataset(corpus, (0, 1), 1, 6, 1234, vocab_size=10, pad_token=7)
+    assert {name: values.tolist() for name, values in dataset[0].items()} == {
+        "tokens": [5, 0, 9, 0, 0, 3],
+        "labels": [0, 9, 0, 0, 3, 2],
+        "loss_mask": [0, 1, 0, 0, 1, 1],
+    }
+
+
+def test_cache_of_another_user_that_is_read_only_is_used(small, tmp_path, builds, monkeypatch):
+    _build(small, cache_dir=tmp_path / "cache")
+    before = len(builds)
+
+    def refuse(path, *arguments):
+        raise PermissionError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(index_cache, "atomic_output", refuse)
+    monkeypatch.setattr(index_cache, "folder_lock", refuse)
+    _build(small, cache_dir=tmp_path / "cache")
+    assert len(builds) == before
+
+
+@pytest.mark.slow
+def test_a_tenth_of_ten_billion_tokens_is_indexed_in_a_tenth_of_the_time_and_memory():
+    code = (
+        "import resource, time, numpy as np\n"
+        "from jmegatron.data.gpt_index import build_gpt_index\n"
+        "lengths = np.random.RandomState(0).randint(1, 4000, size=500_000).astype(np.int32)\n"
+        "before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()\n"
+        "index = build_gpt_index(lengths, 0, len(lengths), None, 2048, 1234)\n"
+        "assert len(index.shuffle_index) == (int(lengths.sum()) - 1) // 2048\n"
+        "print(time.process_time() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)\n"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    seconds, gib = map(float, output.split())
+    assert seconds < 6
+    assert gib < 0.4
 
 
 # ---------------------------------------------------------------------------------------------------------- cache

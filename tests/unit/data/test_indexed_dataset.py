@@ -11,6 +11,7 @@ from jmegatron.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
     best_dtype,
+    idx_path,
     sequence_pointers,
     write_index,
 )
@@ -234,3 +235,52 @@ def test_builder_names_a_folder_that_is_not_there(tmp_path):
 def test_type_without_code_is_refused():
     with pytest.raises(ValueError, match="complex64 has no code"):
         write_index(io.BytesIO(), np.complex64, np.array([1]), np.array([0, 1]))
+
+
+# ---------------------------------------------------------------------------------------------------------- modes
+
+
+def _multimodal(prefix):
+    with IndexedDatasetBuilder(prefix, np.uint16, multimodal=True) as builder:
+        builder.add_document([1, 2, 3], [2, 1], [0, 1])
+        builder.add_document([4], None, [-3])
+        builder.add_document([5, 6])
+        builder.finalize()
+
+
+def test_modes_follow_the_document_marks_one_byte_a_sequence(tmp_path):
+    _multimodal(tmp_path / "m")
+    raw = idx_path(tmp_path / "m").read_bytes()
+    assert len(raw) == 34 + 4 * (4 + 8) + 8 * 4 + 4
+    assert raw[-4:] == bytes([0, 1, 253, 0])
+    corpus = IndexedDataset(tmp_path / "m")
+    assert corpus.sequence_modes.dtype == np.int8
+    assert corpus.sequence_modes.tolist() == [0, 1, -3, 0]
+    assert corpus.document_indices.tolist() == [0, 2, 3, 4]
+
+
+def test_corpus_without_modes_has_none(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "t", np.uint16) as builder:
+        builder.add_document([1])
+        with pytest.raises(ValueError, match="no multimodal corpus"):
+            builder.add_document([1], None, [0])
+        builder.finalize()
+    assert IndexedDataset(tmp_path / "t").sequence_modes is None
+
+
+@pytest.mark.parametrize("modes", [[0], [0, 1, 2], [0, 128], [-129, 0]])
+def test_modes_that_do_not_fit_are_refused(tmp_path, modes):
+    with (
+        IndexedDatasetBuilder(tmp_path / "m", np.uint16, multimodal=True) as builder,
+        pytest.raises(ValueError, match="expected 2 numbers"),
+    ):
+        builder.add_document([1, 2], [1, 1], modes)
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+def test_modes_cut_short_are_refused(tmp_path, cut):
+    _multimodal(tmp_path / "m")
+    path = idx_path(tmp_path / "m")
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(DataFileError, match="is damaged or cut short"):
+        IndexedDataset(tmp_path / "m")

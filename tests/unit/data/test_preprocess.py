@@ -97,7 +97,7 @@ def test_byte_order_mark_is_no_text(tmp_path):
 def test_chunks_and_workers_do_not_change_the_corpus(tmp_path, monkeypatch):
     source = _jsonl(tmp_path / "a.jsonl", [f"document {number} " * (number % 7) for number in range(100)])
     whole = preprocess(PreprocessOptions([source], tmp_path / "one", append_eod=True))
-    monkeypatch.setattr("jmegatron.data.preprocess._CHUNK_DOCUMENTS", 7)
+    monkeypatch.setattr("jmegatron.data.preprocess_input.CHUNK_BYTES", 300)
     parts = preprocess(PreprocessOptions([source], tmp_path / "many", append_eod=True, workers=2))
     for ending in (".bin", ".idx"):
         left, right = (Path(report.prefixes[0] + ending).read_bytes() for report in (whole, parts))
@@ -119,7 +119,7 @@ BAD_LINES = {
     "broken JSON": (b'{"text": "a', "Unterminated string"),
     "no object": (b'["text"]', "a JSON list, expected an object"),
     "no such key": (b'{"body": "a"}', "no key 'text' among \\['body'\\]"),
-    "no string": (b'{"text": 5}', "key 'text' holds a int, expected a string"),
+    "no string": (b'{"text": 5}', "key 'text' holds a int, expected a string or a list of strings"),
     "not UTF-8": (b'{"text": "\xff"}', "can't decode byte 0xff"),
     "lone surrogate": (b'{"text": "\\ud800"}', "surrogates not allowed"),
     "nested deeply": (b"[" * 100_000, "nested too deeply"),
@@ -212,8 +212,7 @@ def test_killed_preprocessing_leaves_no_final_name(tmp_path):
     os.mkfifo(source)  # never ends, so the process is surely in the middle when it is killed
     _jsonl(tmp_path / "first.jsonl", ["a"] * 10)
     code = (
-        "from pathlib import Path; import jmegatron.data.preprocess as p\n"
-        "p.find_input_files = lambda inputs: [Path(i) for i in inputs]\n"
+        "import jmegatron.data.preprocess as p\n"
         f"p.preprocess(p.PreprocessOptions([{str(tmp_path / 'first.jsonl')!r}, {str(source)!r}], "
         f"{str(tmp_path / 'out' / 'c')!r}))"
     )
@@ -224,8 +223,11 @@ def test_killed_preprocessing_leaves_no_final_name(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait(10)
     names = [p.name for p in (tmp_path / "out").iterdir()]
-    assert names
-    assert all(name.endswith(".tmp") for name in names)
+    assert len(names) == 2
+    assert all(name.endswith((".tmp", ".lock")) for name in names)
+    report = _run(tmp_path, tmp_path / "first.jsonl")  # the next start sweeps
+    assert _documents(report.prefixes[0]) == _text(*"a" * 10)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["c_text_document.bin", "c_text_document.idx"]
 
 
 # ----------------------------------------------------------------------------------------------------------- demo
@@ -274,7 +276,7 @@ def test_demo_corpus_is_built_once_and_again_when_damaged(tmp_path, short_demo, 
 
 def test_demo_corpus_in_a_folder_that_cannot_be_written_names_option_and_variable(tmp_path, short_demo):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"--cache-dir or the environment variable XDG_CACHE_HOME"):
+    with pytest.raises(UsageError, match=r"--data-cache-path or the environment variable XDG_CACHE_HOME"):
         ensure_demo_corpus(tmp_path / "file")
 
 

@@ -137,8 +137,11 @@ def test_build_tokenizer_knows_the_type_names(folder):
     ("arguments", "message"),
     [
         (("bytetokeniser",), "did you mean ByteTokenizer"),
-        (("GPT2BPETokenizer",), "expected one of ByteTokenizer, HuggingFaceTokenizer, NullTokenizer"),
-        (("HuggingFaceTokenizer",), "needs --tokenizer-model"),
+        (("BertWordPieceCase",), "expected one of ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer"),
+        (("GPT2BPETokenizer",), "needs --vocab-file .* and --merge-file"),
+        (("HuggingFaceTokenizer",), "needs --tokenizer-model, a tokenizer.json"),
+        (("SentencePieceTokenizer",), "needs --tokenizer-model, a SentencePiece"),
+        (("TikTokenizer",), "needs --tokenizer-model, a JSON"),
         (("NullTokenizer",), "needs --vocab-size"),
     ],
 )

@@ -187,3 +187,10 @@ def test_key_values_declared_for_more_ranks_than_there_are_still_meet_their_own_
     )
     alone = nnx.merge(nnx.split(SelfAttention(settings, axis=None, rngs=nnx.Rngs(0)))[0], state)(X)
     np.testing.assert_allclose(jax.jit(mapped)(state, X), alone, atol=1e-5 * np.abs(alone).max())
+
+
+def test_dropout_without_a_key_is_refused_instead_of_left_out():
+    settings = AttentionSettings(16, 4, 4, 4, dropout=0.5)
+    module = SelfAttention(settings, axis=None, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="dropout_key"):
+        module(jnp.ones((1, 4, 16)))

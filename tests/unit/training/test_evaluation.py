@@ -97,3 +97,15 @@ def test_a_validation_split_without_documents_stops(tmp_path: Path) -> None:
     options = ("--no-mock-data", "--data-path", corpus, *["--vocab-size", "257", "--padded-vocab-size", "264"])
     with pytest.raises(UsageError, match=r"--split 100,0,0: no documents to evaluate on, but --eval-iters is 2.*fix: "):
         train(tmp_path, *options, "--split", "100,0,0", "--eval-iters", "2")
+
+
+def test_evaluation_reports_the_plain_loss_of_a_run_with_label_smoothing(program: Program) -> None:
+    smoothed = dataclasses.replace(
+        program,
+        settings=dataclasses.replace(
+            program.settings, model=dataclasses.replace(program.settings.model, label_smoothing=0.3)
+        ),
+    )
+    parameters = program.init().parameters
+    sources = (None, Source([128, 100]), None)
+    assert Evaluator(smoothed, sources)(parameters, "valid") == Evaluator(program, sources)(parameters, "valid")

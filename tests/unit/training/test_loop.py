@@ -10,6 +10,7 @@ import pytest
 from training_runs import MODEL, OPTIONS, VOCABULARY, train, write_corpus
 
 from jmegatron.config import load_config
+from jmegatron.errors import UsageError
 from jmegatron.training import startup
 from jmegatron.training.profile import Profile
 from jmegatron.training.program import build_program, resolve_for_run
@@ -148,3 +149,9 @@ def test_training_on_the_demo_text_lowers_the_loss(tmp_path: Path) -> None:
     assert run.losses[-1] < 0.65 * run.losses[0]
     evaluations: list[Any] = [line["loss"] for line in run.metrics if line.get("split") == "valid"]
     assert evaluations[1] < evaluations[0] < run.losses[0]
+
+
+def test_a_model_whose_state_exceeds_the_memory_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    size = ["--hidden-size", "1000000", "--num-attention-heads", "1000", "--num-layers", "100"]
+    with pytest.raises(UsageError, match=r"need [\d,.]+ GiB of this machine's [\d,.]+ GiB"):
+        train(tmp_path, *size)

@@ -135,7 +135,7 @@ def test_saving_and_evaluating_count_neither_as_step_time_nor_hide_queued_steps(
 def test_nan_never_reaches_the_metrics_file_and_is_counted_in_the_log(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "new folder" / "metrics.jsonl"
     with reporter(metrics_file=str(path)) as reports:
-        reports.step(report(loss=math.nan, grad_norm=math.inf))
+        reports.step(report(loss=math.nan, grad_norm=math.inf), num_nan=1)
         reports.evaluation(1, "valid", math.nan)
     assert [(line["loss"], line.get("grad_norm")) for line in read_metrics(path)] == [(None, None), (None, None)]
     assert read_metrics(path)[1]["ppl"] is None
@@ -203,3 +203,10 @@ def _read_terminal(descriptor: int) -> str:
         data += part
     os.close(descriptor)
     return data.decode()
+
+
+def test_nan_steps_between_two_log_lines_are_counted(tmp_path: Path) -> None:
+    out = train(tmp_path, *"--train-iters 9 --lr 1e38 --weight-decay 1e30 --clip-grad 0 --log-interval 8".split()).out
+    first, second = (int(n) for n in re.findall(r"number of nan iterations: +(\d+)", out)[-2:])
+    assert second - first == 1
+    assert first > 2

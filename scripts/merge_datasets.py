@@ -1,0 +1,39 @@
+"""Join several corpora into one; the same bytes as preprocessing all their inputs at once.
+
+    python scripts/merge_datasets.py --input data/a_text_document data/b_text_document --output-prefix data/ab
+    python scripts/merge_datasets.py --input data --output-prefix all      # every corpus of a folder, by name
+
+Exit status: 0 done, 2 an option or a file cannot be used.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jmegatron.data.merge import find_prefixes, merge_corpora
+from jmegatron.errors import UsageError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit status."""
+    parser = argparse.ArgumentParser(description="Join several corpora into one.", allow_abbrev=False)
+    parser.add_argument("--input", nargs="+", required=True, help="prefixes of .bin/.idx pairs, or one folder of them")
+    parser.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    prefixes = given.input
+    try:
+        if len(prefixes) == 1 and Path(prefixes[0]).is_dir():
+            prefixes = find_prefixes(Path(prefixes[0]))
+        documents, tokens = merge_corpora(prefixes, given.output_prefix)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{documents} documents, {tokens} tokens from {len(prefixes)} corpora\n--data-path {given.output_prefix}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
