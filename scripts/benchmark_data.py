@@ -7,9 +7,9 @@
 
 feed: a made-up corpus in a temporary folder, samples of 4096 tokens. The contenders take turns: "read" copies the same
 `.bin` from its start to its end through a fresh memory map into one small buffer; "read, new arrays" copies it into new
-int32 arrays of a batch's size instead, which is what every batch needs; "read, placed" cuts these into tokens and labels
-and puts them onto the device, in file order; the others are the loader of the training loop, up to the same arrays on
-the device, with `--num-workers` 0 (built and placed inline), 1 and 2. The file is in the page cache for
+int32 arrays of a batch's size instead, which is what every batch needs; "read, placed" cuts these into tokens and
+labels and puts them onto the device, in file order; the others are the loader of the training loop, up to the same
+arrays on the device, with `--num-workers` 0 (built and placed inline), 1 and 2. The file is in the page cache for
 all, or for none with `--cold` (each turn asks the system to drop it first).
 """
 

@@ -229,6 +229,7 @@ UNSUPPORTED = (
     OtherFlag("--decoupled-lr", 1, "all parameters share one learning rate so far"),
     OtherFlag("--decoupled-min-lr", 1, "all parameters share one learning rate so far"),
     OtherFlag("--sgd-momentum", 1, "adam is the only optimizer so far"),
+    OtherFlag("--sft-tokenizer-prompt-format", 1, "there is one template for conversations, see data/README.md"),
     OtherFlag("--no-load-optim", 0, _CHECKPOINT),
     OtherFlag("--no-load-rng", 0, _CHECKPOINT),
     OtherFlag("--no-save-optim", 0, _CHECKPOINT),

@@ -121,6 +121,7 @@ def validate(config: Config) -> None:
         _check_warmup,
         _check_data_source,
         _check_tokenizer,
+        _check_tokenizer_model,
         _check_sft,
         _check_split_sources,
         _check_split,
@@ -456,6 +457,18 @@ def _check_tokenizer(config: Config) -> None:
             got=f"{data.tokenizer_type}, no {names}",
             expected=f"{flags} to be given as well",
             fix=f"give {flags}, or use --tokenizer-type ByteTokenizer",
+        )
+
+
+def _check_tokenizer_model(config: Config) -> None:
+    data = config.data
+    if data.tokenizer_model and data.tokenizer_type in ("ByteTokenizer", "NullTokenizer", "GPT2BPETokenizer"):
+        raise problem(
+            "The tokenizer does not read a model file.",
+            where=("tokenizer_type", "tokenizer_model"),
+            got=f"{data.tokenizer_type}, tokenizer_model {data.tokenizer_model}",
+            expected="a tokenizer_type that reads it",
+            fix="add --tokenizer-type HuggingFaceTokenizer for a tokenizer.json, or leave --tokenizer-model out",
         )
 
 

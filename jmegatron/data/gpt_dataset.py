@@ -5,17 +5,22 @@ borders, as in Megatron-LM (core/datasets/gpt_dataset.py:280-320,800-875). `gpt_
 """
 
 import functools
+import logging
 import os
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from jmegatron.data.borders import Borders
-from jmegatron.data.gpt_index import CUT, Cut, GPTIndex, build_gpt_index, random_state
+from jmegatron.data.gpt_index import CUT, Cut, GPTIndex, build_gpt_index, num_epochs, random_state
 from jmegatron.data.index_cache import content_key, load_or_build
 from jmegatron.data.indexed_dataset import IndexedDataset, bin_path
 from jmegatron.errors import DataFileError, UsageError
 
+logger = logging.getLogger(__name__)
+
+MANY_EPOCHS = 1000
+"""A corpus that is read more often than this is probably the wrong one, or far too small."""
 Sample = dict[str, np.ndarray]
 RUN_ON = Borders()
 """Attention, positions and loss run across documents."""
@@ -35,6 +40,10 @@ class SampleSource(Protocol):
     def __getitem__(self, index: int) -> Sample:
         """Return one sample."""
         ...
+
+
+Sources = tuple[SampleSource | None, SampleSource | None, SampleSource | None]
+"""Training, validation and test samples; None where there are none."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -162,14 +171,16 @@ class GPTDataset:
         rows = self.index.shuffle_index[numbers].astype(np.int64)
         begin, end = self.index.sample_index[rows], self.index.sample_index[rows + 1]
         starts, stops, counts = self._pieces(begin, end)
-        text = np.empty((len(rows), self.seq_len + self.cut.extra_token), np.int32)
+        # Wider ids are checked before they are narrowed: 2**32 + 1 must not pass as 1.
+        wide = np.int64 if self.indexed.dtype.itemsize > 4 else np.int32
+        text = np.empty((len(rows), self.seq_len + self.cut.extra_token), wide)
         sizes = np.add.reduceat(stops - starts, np.cumsum(counts) - counts) if len(rows) else np.empty(0, np.int64)
         if bool((sizes == text.shape[1]).all()):
             self.indexed.gather(starts, stops, text.reshape(-1))
             self._check_vocabulary(text)
         else:
             self._padded(starts, stops, counts, sizes, text)
-        return text
+        return text.astype(np.int32, copy=False)
 
     def _pieces(self, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return where the samples between places of the sample index lie in `.bin`.
@@ -255,21 +266,40 @@ class GPTDataset:
                 f"asked for; expected at least one token; fix: a larger share for {split_name} in --split (or 0 for "
                 "none), a larger corpus, or for valid and test --eval-iters 0"
             )
+        if num_samples is not None:
+            self._check_epochs(end - first, num_samples, where)
         if num_samples is None and self.cut.num_samples(self.tokens_per_epoch, self.seq_len) < 1:
             raise UsageError(
                 f"{where}: not one whole sample in one epoch; expected more than --seq-length {self.seq_len} tokens; "
                 "fix: a shorter sequence or a larger corpus"
             )
 
+    def _check_epochs(self, num_sequences: int, num_samples: int, where: str) -> None:
+        """Refuse an index that no memory holds, and say aloud when a corpus is read very often."""
+        epochs = num_epochs(num_samples, self.tokens_per_epoch, self.seq_len, self.cut.extra_token)
+        samples = epochs * self.tokens_per_epoch // self.seq_len
+        # Document index and lengths, int32 each; sample index, two int64; shuffle index, uint32; one copy to shuffle.
+        size = 8 * epochs * num_sequences + 24 * samples
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if size > memory:
+            raise UsageError(
+                f"{where}, but {num_samples} samples of --seq-length {self.seq_len} were asked for: {epochs} epochs, an"
+                f" index of {size / 2**30:,.0f} GiB; expected at most this machine's {memory / 2**30:,.0f} GiB; fix:"
+                " fewer --train-iters, or a larger corpus"
+            )
+        if epochs > MANY_EPOCHS:
+            logger.warning("%s: it will be read %d times over", where, epochs)
+
     def _check_vocabulary(self, text: np.ndarray) -> None:
         """Refuse token ids the embedding has no row for: on an accelerator they would be clamped without a word."""
-        if self._vocab_size is None or not text.size:
+        if not text.size:
             return
         low, high = int(text.min()), int(text.max())
-        if low < 0 or high >= self._vocab_size:
+        most = 2**31 - 1 if self._vocab_size is None else self._vocab_size - 1
+        if low < 0 or high > most:
             raise DataFileError(
-                f"{bin_path(self.indexed.prefix)} holds token id {low if low < 0 else high}, expected 0 .. "
-                f"{self._vocab_size - 1}; fix: --vocab-size of the tokenizer the corpus was made with"
+                f"{bin_path(self.indexed.prefix)} holds token id {low if low < 0 else high}, expected 0 .. {most}; fix:"
+                " the --tokenizer-type and --tokenizer-model (or --vocab-size) that the corpus was made with"
             )
 
 

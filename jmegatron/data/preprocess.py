@@ -4,7 +4,7 @@ Input is JSON lines, parquet or plain text (`preprocess_input`). Output is `{pre
 each JSON key, as Megatron-LM's tools/preprocess_data.py:86-108,171 names and fills them: an empty text is a document
 without sequence and gets no end-of-document token.
 
-The text streams through in chunks of about a megabyte, of which few are under way, so memory does not grow with the
+The text streams through in chunks of two megabytes, of which few are under way, so memory does not grow with the
 corpus but for its index (4 bytes a sequence, 8 a document). `--workers` processes tokenise and write the chunks of one
 stream (`preprocess_workers`). `--partitions` cuts the input into as many streams, each with its own workers, and
 joins what they wrote: for archives, which one process must unpack. Both give the same bytes for any number.

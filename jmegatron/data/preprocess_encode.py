@@ -145,16 +145,45 @@ def _documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[int, dict[st
 def _parse_lines(block: bytes) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
     """Yield (place, object or what is wrong) of each line that is not blank."""
     try:
-        lines: Sequence[str | bytes] = block.decode("utf-8").split("\n")
+        text = block.decode("utf-8")
     except UnicodeDecodeError:
-        lines = block.split(b"\n")
-    for at, line in enumerate(lines):
-        try:
-            text = (line if isinstance(line, str) else line.decode("utf-8")).strip(" \t\r")
-            if text:
-                yield at, _parse(text)
-        except ValueError as error:
-            yield at, error
+        for at, line in enumerate(block.split(b"\n")):
+            try:
+                yield from ((at, document) for _, document in _parse_lines_of(line.decode("utf-8")))
+            except UnicodeDecodeError as error:
+                yield at, error
+        return
+    yield from _parse_lines_of(text)
+
+
+def _parse_lines_of(text: str) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
+    """Yield (place, object or what is wrong) of each line that is not blank.
+
+    Objects are read where they stand in the text: cutting it into lines first would take a fifth of the time.
+    """
+    at = begin = 0
+    while begin < len(text):
+        end = text.find("\n", begin)
+        end = len(text) if end < 0 else end
+        document = _parse_at(text, begin, end)
+        if document is not None:
+            yield at, document
+        at, begin = at + 1, end + 1
+
+
+def _parse_at(text: str, begin: int, end: int) -> dict[str, Any] | ValueError | None:
+    """Return the object between two places, or what is wrong with it; None for a blank line."""
+    try:
+        document, stop = _DECODER.raw_decode(text, begin)
+        if stop == end and isinstance(document, dict):
+            return document
+    except (ValueError, RecursionError):
+        pass  # said below, in words that count from the line's start
+    line = text[begin:end].strip(" \t\r")
+    try:
+        return _parse(line) if line else None
+    except ValueError as error:
+        return error
 
 
 def _parse(text: str) -> dict[str, Any]:
@@ -231,6 +260,7 @@ def _stored(arrays: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
     if not arrays:
         return np.empty(0, dtype=dtype)
     ids = np.concatenate(arrays)
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= np.iinfo(dtype).max:
+    # As unsigned numbers negative ids are large ones, so one pass finds both.
+    if len(ids) and int(ids.view(np.uint32).max()) > np.iinfo(dtype).max:
         raise ValueError(f"token ids {ids.min()}..{ids.max()} do not fit {dtype}: the tokenizer's vocab_size is wrong")
     return ids.astype(dtype)

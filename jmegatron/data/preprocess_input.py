@@ -1,4 +1,4 @@
-"""What preprocessing reads: files found and cut into chunks of about a megabyte (no communication).
+"""What preprocessing reads: files found and cut into chunks of two megabytes (no communication).
 
     .jsonl, .json       a document a line; cut by bytes, and the worker reads its range itself
     .jsonl.gz, .zst     the same, but unpacked by one process, which hands blocks of whole lines on
@@ -151,7 +151,7 @@ def _is_range(piece: Piece) -> bool:
 
 
 def read_chunks(pieces: Iterable[Piece], keys: Sequence[str]) -> Iterator[Chunk]:
-    """Yield the documents of the pieces in order, in chunks of about a megabyte.
+    """Yield the documents of the pieces in order, in chunks of about CHUNK_BYTES.
 
     Raises:
         DataFileError: a file cannot be read, or is a damaged archive.

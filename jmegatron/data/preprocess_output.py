@@ -18,7 +18,7 @@ import numpy as np
 
 from jmegatron.data.files import AtomicFile, sync_folder
 from jmegatron.data.indexed_dataset import IndexedDataset, bin_path, idx_path, write_index
-from jmegatron.errors import UsageError
+from jmegatron.errors import DataFileError, UsageError
 
 _COPY_BYTES = 1 << 24
 
@@ -113,12 +113,22 @@ class TokenFiles:
         self._files = [os.open(path, os.O_WRONLY) for path in paths]
 
     def write(self, tokens: Sequence[np.ndarray], places: Sequence[int]) -> None:
-        """Write the tokens of each key at its place, in bytes."""
+        """Write the tokens of each key at its place, in bytes.
+
+        Raises:
+            DataFileError: the disk is full, or gone.
+        """
         for file, values, place in zip(self._files, tokens, places, strict=True):
             left = memoryview(values).cast("B") if len(values) else memoryview(b"")
-            while left:
-                written = os.pwrite(file, left, place)
-                left, place = left[written:], place + written
+            try:
+                while left:
+                    written = os.pwrite(file, left, place)
+                    left, place = left[written:], place + written
+            except OSError as error:
+                raise DataFileError(
+                    f"--output-prefix: writing stopped: {error.strerror or error}; expected room for 2 or 4 bytes a "
+                    "token; fix: make room, or choose another folder"
+                ) from error
 
     def close(self) -> None:
         """Close the files."""

@@ -197,9 +197,7 @@ def _keep_freed_memory() -> None:
 def _report(pipe: Connection, number: int, error: Exception) -> None:
     """Tell the parent what went wrong; what cannot travel goes as its description."""
     plain: Exception = error
-    if isinstance(error, OSError) and not isinstance(error, UsageError):
-        plain = UsageError(f"--output-prefix: writing failed: {error}; fix: make room, or choose another folder")
-    elif type(error).__init__ is not Exception.__init__ and not isinstance(error, UsageError):
+    if type(error).__init__ is not Exception.__init__ and not isinstance(error, UsageError):
         plain = RuntimeError(f"{type(error).__name__}: {error}")
     with contextlib.suppress(OSError):
         pipe.send((number, plain))

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jmegatron.data.gpt_dataset import SampleSource
+from jmegatron.data.gpt_dataset import Sources
 from jmegatron.data.loader import build_global_batch
 from jmegatron.training.program import Program
 from jmegatron.training.step import make_eval_step
@@ -17,7 +17,7 @@ class Evaluator:
     (The reference walks on through the validation samples instead.) The training state is only read.
     """
 
-    def __init__(self, program: Program, sources: tuple[SampleSource | None, SampleSource | None, SampleSource | None]):
+    def __init__(self, program: Program, sources: Sources):
         self._program = program
         self._sources = {"valid": sources[1], "test": sources[2]}
         # Without smoothing: the plain cross-entropy is what compares between runs, and what a perplexity is of.

@@ -14,7 +14,7 @@ import jax
 
 from jmegatron.checkpoint.manager import CheckpointFolder
 from jmegatron.config import Config
-from jmegatron.data.build import GPTSources
+from jmegatron.data.gpt_dataset import Sources
 from jmegatron.data.loader import GlobalBatchLoader
 from jmegatron.planner import cards, formulas
 from jmegatron.training import startup
@@ -53,6 +53,7 @@ def run(config: Config, devices: list[Any] | None = None) -> None:
     if resume:
         check_same_model(config, resume)
     check_save_folder(config.checkpoint.save, resume.step if resume else 0)
+    _say_first("preparing the data ...")
     sources = build_data(config, tokenizer, resume)
     cache = startup.configure_compilation_cache(config)
     program = build_program(config, devices)
@@ -105,7 +106,7 @@ class Trainer:
       sources: training, validation and test samples.
     """
 
-    def __init__(self, program: Program, state: TrainState, consumed_samples: int, sources: GPTSources):
+    def __init__(self, program: Program, state: TrainState, consumed_samples: int, sources: Sources):
         config = program.config
         assert config.training.global_batch_size is not None
         self.program, self.state, self.consumed_samples = program, state, consumed_samples

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jmegatron import partition, random
 from jmegatron.config import Config, resolve, validate_for_devices
 from jmegatron.data.sampler import CyclicOrder, SampleOrder, SequentialOrder
-from jmegatron.data.tokenizers import build_tokenizer
+from jmegatron.data.tokenizers import build_tokenizer, tokenizer_settings
 from jmegatron.mesh import build_mesh
 from jmegatron.models.gpt import gpt_specs
 from jmegatron.optimizer.adamw import adamw
@@ -140,6 +140,6 @@ def resolve_for_run(config: Config, num_devices: int) -> tuple[Config, Any]:
     dp = validate_for_devices(config, num_devices)
     data = config.data
     made_up = data.mock_data and config.model.vocab_size is not None
-    tokenizer = None if made_up else build_tokenizer(data.tokenizer_type, data.tokenizer_model)
+    tokenizer = None if made_up else build_tokenizer(**tokenizer_settings(data), vocab_size=config.model.vocab_size)
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     return resolve(config, vocab_size, dp * config.parallel.expert_model_parallel_size), tokenizer

@@ -8,12 +8,13 @@ from jmegatron.data.blend import Blend, parse_blend, read_data_args, read_split_
 from jmegatron.data.borders import Borders
 from jmegatron.data.build import GPTSources, NumSamples, build_gpt_datasets
 from jmegatron.data.demo_corpus import ensure_demo_corpus
-from jmegatron.data.gpt_dataset import NO_PAD
+from jmegatron.data.gpt_dataset import NO_PAD, Sources
+from jmegatron.data.sft import SFTSources, build_sft_datasets
 from jmegatron.errors import UsageError
 from jmegatron.training.resume import Resume
 
 
-def build_data(config: Config, tokenizer: Any, resume: Resume | None = None) -> GPTSources:
+def build_data(config: Config, tokenizer: Any, resume: Resume | None = None) -> Sources:
     """Returns the training, validation and test samples (None where there are none).
 
     A resumed run's batches follow on the samples it consumed, also when the global batch size is another one now.
@@ -22,13 +23,42 @@ def build_data(config: Config, tokenizer: Any, resume: Resume | None = None) -> 
       UsageError: data are missing or damaged, or evaluation is asked for and there is nothing to evaluate on.
     """
     data, training = config.data, config.training
+    train, valid, test = (
+        _sft_sources(config, tokenizer, resume) if data.sft else _gpt_sources(config, tokenizer, resume)
+    )
+    where = f"--split {data.split}" if data.split else "the corpora for each part"
+    if train is None:
+        raise UsageError(f"{where}: no documents to train on; fix: give training a weight above 0, or a corpus")
+    if valid is None and training.eval_iters:
+        raise UsageError(
+            f"{where}: no documents to evaluate on, but --eval-iters is {training.eval_iters}; fix: give"
+            " validation a weight above 0 or a corpus, or --eval-iters 0"
+        )
+    return train, valid, test
+
+
+def _sft_sources(config: Config, tokenizer: Any, resume: Resume | None) -> SFTSources:
+    data = config.data
+    assert data.split is not None
+    return build_sft_datasets(
+        data.data_path[0],
+        tokenizer,
+        seq_len=config.model.seq_length,
+        seed=config.training.seed,
+        split=data.split,
+        num_samples=_num_samples(config, resume),
+    )
+
+
+def _gpt_sources(config: Config, tokenizer: Any, resume: Resume | None) -> GPTSources:
+    data = config.data
     assert config.model.vocab_size is not None
-    train, valid, test = build_gpt_datasets(
+    return build_gpt_datasets(
         corpora(data),
         mock=data.mock_data,
         vocab_size=config.model.vocab_size,
         seq_len=config.model.seq_length,
-        seed=training.seed,
+        seed=config.training.seed,
         split=data.split,
         num_samples=_num_samples(config, resume),
         cache_dir=data.data_cache_path,
@@ -42,15 +72,6 @@ def build_data(config: Config, tokenizer: Any, resume: Resume | None = None) -> 
         surplus=data.mid_level_dataset_surplus,
         require_test=False,
     )
-    where = f"--split {data.split}" if data.split else "the corpora for each part"
-    if train is None:
-        raise UsageError(f"{where}: no documents to train on; fix: give training a weight above 0, or a corpus")
-    if valid is None and training.eval_iters:
-        raise UsageError(
-            f"{where}: no documents to evaluate on, but --eval-iters is {training.eval_iters}; fix: give"
-            " validation a weight above 0 or a corpus, or --eval-iters 0"
-        )
-    return train, valid, test
 
 
 def corpora(data: DataConfig) -> str | Blend | tuple[Blend | None, ...] | None:

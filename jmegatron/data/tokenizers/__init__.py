@@ -99,6 +99,11 @@ def build_tokenizer(
         raise UsageError(
             f"--tokenizer-type: got {tokenizer_type!r}, expected one of {', '.join(TOKENIZER_TYPES)}{hint}"
         )
+    if tokenizer_model is not None and tokenizer_type not in _MODEL_FILES:
+        raise UsageError(
+            f"--tokenizer-model {tokenizer_model}: --tokenizer-type {tokenizer_type} does not read it; fix: add "
+            "--tokenizer-type HuggingFaceTokenizer for a tokenizer.json, or leave --tokenizer-model out"
+        )
     if tokenizer_type == "ByteTokenizer":
         return ByteTokenizer()
     if tokenizer_type == "NullTokenizer":

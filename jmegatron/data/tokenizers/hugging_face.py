@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jmegatron.data.tokenizers.base import Ids, StrPath, bad_file, read_json, read_text, require_library
+from jmegatron.errors import DataFileError
 
 # Tried in this order when no file beside tokenizer.json says which token ends a text.
 _USUAL_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -24,6 +25,9 @@ class _LibraryTokenizer:
     """What the two classes below share, once the library's object exists."""
 
     def __init__(self, library: Any, vocab_size: int, eod: int | None):
+        # A file may bring settings of the inference it was exported for; they would cut or pad the corpus silently.
+        library.no_truncation()
+        library.no_padding()
         self._tokenizer = library
         self.vocab_size = vocab_size
         self.eod = eod
@@ -35,11 +39,18 @@ class _LibraryTokenizer:
 
     def tokenize(self, text: str) -> np.ndarray:
         """Return the ids of a text: int32 [tokens]."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of several texts, on all the cores the library takes."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # such as an unknown token that the vocabulary lacks
+            raise DataFileError(
+                f"--tokenizer-model: the tokenizers library fails on a text ({error}); fix: repair the tokenizer"
+            ) from error
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def detokenize(self, ids: Ids) -> str:
@@ -69,6 +80,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         library = _load_tokenizer(file)
         # Ids may have gaps, so their number can be smaller than the table of embeddings must be.
         vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if vocab_size > 2**31:
+            bad_file(file, "--tokenizer-model", f"the token id {vocab_size - 1}", "ids below 2**31")
         if vocab_size == 0:
             bad_file(file, "--tokenizer-model", "an empty vocabulary", _TOKENIZER_JSON)
         super().__init__(library, vocab_size, _find_eod(library, file.parent))

@@ -252,7 +252,7 @@ def test_build_needs_exactly_one_source(arguments):
 
 def test_token_outside_the_vocabulary_stops(small):
     train, *_ = _build(small, vocab_size=10)
-    with pytest.raises(DataFileError, match=r"expected 0 \.\. 9; fix: --vocab-size"):
+    with pytest.raises(DataFileError, match=r"expected 0 \.\. 9; fix: the --tokenizer-type"):
         [train[i] for i in range(20)]
 
 
@@ -492,3 +492,26 @@ def test_mock_build_gives_the_asked_numbers():
         MockGPTDataset(1, 8, 1, 0)
     with pytest.raises(IndexError, match="sample 7"):
         train[7]
+
+
+@pytest.mark.parametrize("token", [2**32 + 1, 2**40, -1])
+@pytest.mark.parametrize("vocab_size", [100, None])
+def test_ids_wider_than_32_bits_are_refused_instead_of_wrapped(tmp_path, token, vocab_size):
+    with IndexedDatasetBuilder(tmp_path / "wide", np.dtype("<i8")) as builder:
+        builder.add_document(np.full(20, token, np.int64))
+        builder.finalize()
+    indexed = IndexedDataset(tmp_path / "wide")
+    dataset = GPTDataset(indexed, (0, 1), 1, 8, 1234, vocab_size=vocab_size)
+    with pytest.raises(DataFileError, match=f"holds token id {token}, expected 0"):
+        dataset[0]
+
+
+def test_more_epochs_than_memory_holds_are_refused_before_anything_is_built(small):
+    for samples in (10**15, 2**70):
+        with pytest.raises(UsageError, match="fewer --train-iters"):
+            _build(small, num_samples=(samples, 0, 0))
+
+
+def test_a_corpus_that_is_read_thousands_of_times_is_said_aloud(small, caplog):
+    _build(small, num_samples=(10**5, 0, 0))
+    assert "times over" in caplog.text

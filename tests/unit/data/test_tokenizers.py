@@ -148,3 +148,29 @@ def test_build_tokenizer_knows_the_type_names(folder):
 def test_build_tokenizer_says_what_is_missing(arguments, message):
     with pytest.raises(UsageError, match=message):
         build_tokenizer(*arguments)
+
+
+def test_truncation_and_padding_stored_in_a_tokenizer_file_do_not_touch_the_corpus(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    library = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.enable_truncation(3)
+    library.enable_padding(length=5)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tmp_path)
+    assert tokenizer.tokenize("a b").tolist() == [0, 1]
+    assert tokenizer.tokenize("a b " * 9).tolist() == [0, 1] * 9
+
+
+def test_a_model_file_that_the_type_does_not_read_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="add --tokenizer-type HuggingFaceTokenizer"):
+        build_tokenizer("ByteTokenizer", tmp_path / "tokenizer.json")
+
+
+def test_a_text_that_the_library_cannot_encode_names_the_tokenizer(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="[missing]")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataFileError, match="--tokenizer-model"):
+        build_tokenizer("HuggingFaceTokenizer", tmp_path).tokenize("b")

@@ -206,7 +206,10 @@ def _read_terminal(descriptor: int) -> str:
 
 
 def test_nan_steps_between_two_log_lines_are_counted(tmp_path: Path) -> None:
-    out = train(tmp_path, *"--train-iters 9 --lr 1e38 --weight-decay 1e30 --clip-grad 0 --log-interval 8".split()).out
+    out = train(
+        tmp_path,
+        *["--train-iters", "9", "--lr", "1e38", "--weight-decay", "1e30", "--clip-grad", "0", "--log-interval", "8"],
+    ).out
     first, second = (int(n) for n in re.findall(r"number of nan iterations: +(\d+)", out)[-2:])
     assert second - first == 1
     assert first > 2
