@@ -285,6 +285,41 @@ def _dtype_code(dtype: np.dtype) -> int:
     )
 
 
+def commit_pair(
+    prefix: str | os.PathLike[str],
+    tokens: AtomicFile,
+    dtype: np.dtype,
+    lengths: np.ndarray,
+    document_indices: np.ndarray,
+    modes: np.ndarray | None = None,
+) -> None:
+    """Write the index of finished tokens and give both files their final names.
+
+    An older corpus of the same name is taken apart first and `.idx` comes last, so that a process killed here leaves no
+    pair of files that do not belong together.
+
+    Args:
+        prefix: path without `.bin` and `.idx`.
+        tokens: the unfinished `.bin`.
+        dtype: of the tokens.
+        lengths: int32 [sequences], in tokens.
+        document_indices: int64 [documents + 1].
+        modes: int8 [sequences], or None.
+    """
+    index = AtomicFile(idx_path(prefix))
+    try:
+        write_index(index.handle, dtype, lengths, document_indices, modes)
+        index.flush()
+        tokens.flush()
+        index.path.unlink(missing_ok=True)
+        tokens.commit()
+        index.commit()
+    except BaseException:
+        index.discard()
+        raise
+    sync_folder(index.path.parent)
+
+
 class IndexedDatasetBuilder:
     """Writes a corpus document by document; the final names appear only in `finalize`, and then whole.
 
@@ -384,22 +419,11 @@ class IndexedDatasetBuilder:
         An older corpus of the same name is taken apart first and `.idx` comes last, so that a process killed here
         leaves no pair of files that do not belong together.
         """
-        index = AtomicFile(idx_path(self.prefix))
-        try:
-            lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, dtype=np.int32)
-            marks = np.frombuffer(self._document_indices, dtype=np.int64)
-            modes = None if self._modes is None else np.array(self._modes, dtype=np.int8)
-            write_index(index.handle, self.dtype, lengths, marks, modes)
-            index.flush()
-            self._bin.flush()
-            index.path.unlink(missing_ok=True)
-            self._bin.commit()
-            index.commit()
-        except BaseException:
-            index.discard()
-            raise
+        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, dtype=np.int32)
+        marks = np.frombuffer(self._document_indices, dtype=np.int64)
+        modes = None if self._modes is None else np.array(self._modes, dtype=np.int8)
+        commit_pair(self.prefix, self._bin, self.dtype, lengths, marks, modes)
         self._finished = True
-        sync_folder(index.path.parent)
 
     def abort(self) -> None:
         """Remove the temporary files of an unfinished corpus; harmless after `finalize`."""

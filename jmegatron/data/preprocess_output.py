@@ -16,8 +16,8 @@ from types import TracebackType
 
 import numpy as np
 
-from jmegatron.data.files import AtomicFile, sync_folder
-from jmegatron.data.indexed_dataset import IndexedDataset, bin_path, idx_path, write_index
+from jmegatron.data.files import AtomicFile
+from jmegatron.data.indexed_dataset import IndexedDataset, bin_path, commit_pair
 from jmegatron.errors import DataFileError, UsageError
 
 _COPY_BYTES = 1 << 24
@@ -90,20 +90,9 @@ class CorpusWriter:
         An older corpus of the same name is taken apart first and `.idx` comes last, so that a process killed here
         leaves no pair of files that do not belong together.
         """
-        index = AtomicFile(idx_path(self.prefix))
-        try:
-            lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
-            write_index(index.handle, self.dtype, lengths, np.frombuffer(self._marks, dtype=np.int64))
-            index.flush()
-            self._bin.flush()
-            index.path.unlink(missing_ok=True)
-            self._bin.commit()
-            index.commit()
-        except BaseException:
-            index.discard()
-            raise
+        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
+        commit_pair(self.prefix, self._bin, self.dtype, lengths, np.frombuffer(self._marks, dtype=np.int64))
         self._committed = True
-        sync_folder(index.path.parent)
 
 
 class TokenFiles:

@@ -138,26 +138,22 @@ def _parameter_lines(config: Config, specs: Any) -> list[str]:
     return [f"parameters: {partition.num_parameters(specs):,} ({by_part}; {vocab})"]
 
 
-def _memory_lines(config: Config, mesh: Mesh, specs: Any) -> list[str]:
-    shape = dict(mesh.shape)
-    itemsize = np.dtype(compute_dtype(config)).itemsize
+def state_bytes(config: Config, mesh: Mesh, specs: Any) -> dict[str, int]:
+    """Returns the bytes on one device of parameters, master weights (mixed precision), moments and gradients."""
+    shape, dtype = dict(mesh.shape), np.dtype(compute_dtype(config))
     fp32 = partition.local_bytes(specs, shape, 4)
-    parts = {
-        f"parameters {np.dtype(compute_dtype(config)).name}": partition.local_bytes(specs, shape, itemsize),
-        "master weights float32": fp32 if itemsize != 4 else 0,
+    return {
+        f"parameters {dtype.name}": partition.local_bytes(specs, shape, dtype.itemsize),
+        "master weights float32": fp32 if dtype.itemsize != 4 else 0,
         "moments float32": 2 * fp32,
         "gradients float32": fp32,
     }
+
+
+def _memory_lines(config: Config, mesh: Mesh, specs: Any) -> list[str]:
+    parts = state_bytes(config, mesh, specs)
     text = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items() if size)
     return [f"model state per device (MiB): {text}; sum {sum(parts.values()) / MIB:,.1f}"]
-
-
-def state_bytes(config: Config, mesh: Mesh, specs: Any) -> int:
-    """Returns the bytes of parameters, master weights, moments and fp32 gradients on one device."""
-    itemsize = np.dtype(compute_dtype(config)).itemsize
-    fp32 = partition.local_bytes(specs, dict(mesh.shape), 4)
-    compute = partition.local_bytes(specs, dict(mesh.shape), itemsize)
-    return compute + (0 if itemsize == 4 else fp32) + 3 * fp32
 
 
 def check_memory(specs: Any, config: Config, mesh: Mesh) -> None:
@@ -167,7 +163,7 @@ def check_memory(specs: Any, config: Config, mesh: Mesh) -> None:
       UsageError: it does.
     """
     device = mesh.devices.flat[0]
-    need = state_bytes(config, mesh, specs)
+    need = sum(state_bytes(config, mesh, specs).values())
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None and device.platform == "cpu":
         # All virtual devices live in this machine's memory.
