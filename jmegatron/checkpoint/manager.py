@@ -7,7 +7,6 @@ Megatron-LM training/checkpointing.py. Retention, integrity and fallback are not
 step is complete.
 """
 
-import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,6 @@ import jax
 import orbax.checkpoint as ocp
 
 from jmegatron.errors import UsageError
-
-
-@dataclasses.dataclass(frozen=True)
-class Restored:
-    """What a checkpoint holds."""
-
-    step: int
-    state: Any
-    meta: dict[str, Any]
 
 
 class CheckpointFolder:

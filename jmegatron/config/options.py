@@ -81,11 +81,6 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def name_of(flag: str) -> str:
-    """Returns the YAML spelling of a flag."""
-    return flag.removeprefix("--").replace("-", "_")
-
-
 @functools.cache
 def options() -> dict[str, Option]:
     """Returns every option by name, in the order of the sections."""

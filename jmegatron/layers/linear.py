@@ -10,7 +10,6 @@ A pair Y = gelu(X A) B with A divided by columns and B by rows needs one collect
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
@@ -129,8 +128,3 @@ def row_parallel_linear(
     y = leave_region(y, axis, sequence_parallel=sequence_parallel)
     # After the reduction: inside it the bias would be added once per rank.
     return y + parameters["bias"] if "bias" in parameters else y
-
-
-def cast(parameters: Parameters, dtype: jnp.dtype | None) -> Parameters:
-    """Returns the parameters in the compute dtype (None: as they are)."""
-    return parameters if dtype is None else {name: value.astype(dtype) for name, value in parameters.items()}
