@@ -25,6 +25,8 @@ BATCH_AXES = ("dp", "ep")
 SEQUENCE_AXIS = "cp"
 DATA_AXES = (*BATCH_AXES, SEQUENCE_AXIS)
 """Axes whose ranks hold the same dense parameters and different tokens: gradients are summed over them."""
+PIPELINE_AXIS = "pp"
+"""Stages of the pipeline."""
 TENSOR_AXIS = "tp"
 
 

@@ -36,7 +36,7 @@ class ParameterSpec:
     """What a parameter is, independent of any device."""
 
     shape: tuple[int, ...]
-    """Global shape, stacked layers first if `num_stacked` is set."""
+    """Global shape, stacked layers first if `stacked` is set."""
     spec: P
     """Mesh axis (or None) of each dim of `shape`."""
     init: Initializer
@@ -49,12 +49,18 @@ class ParameterSpec:
     """
     weight_decay: bool = True
     """By what the parameter is, not by its rank: a stacked norm scale has two dims and still does not decay."""
-    num_stacked: int = 0
-    """Layers stacked along dim 0 (0: not stacked)."""
+    stacked: tuple[tuple[int, ...], ...] = ()
+    """Global layer number of each place of the leading dim, -1 where there is none; several rows: of the two leading
+    dims (chunks of a pipeline's stages). Empty: not stacked."""
 
     def __post_init__(self) -> None:
         if len(self.spec) > len(self.shape):
             raise ValueError(f"spec {self.spec} has more entries than shape {self.shape} has dims")
+
+    @property
+    def num_stacked_dims(self) -> int:
+        """Leading dims of `shape` that count layers."""
+        return min(len(self.stacked), 2)
 
 
 def is_spec(x: Any) -> bool:
@@ -77,13 +83,64 @@ def named_specs(specs: Tree) -> list[tuple[str, ParameterSpec]]:
     return [(path_of(path), spec) for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]]
 
 
-def stack(specs: Tree, num_layers: int, axis: str | None = None) -> Tree:
-    """Returns the declarations of `num_layers` equal layers stacked along a new leading dim that lies on `axis`."""
+def stack(specs: Tree, layers: int | np.ndarray, axis: str | None = None) -> Tree:
+    """Returns the declarations of equal layers stacked along a new leading dim that lies on `axis`.
+
+    Args:
+      specs: of one layer.
+      layers: their number, or int [chunks, places] as of `PipelineLayout.places`: the global layer number of each place
+        (-1: none). With several chunks the new leading dims are [chunks, places]; the second lies on `axis`.
+      axis: mesh axis, or None.
+    """
+    places = np.arange(layers)[None] if isinstance(layers, int) else np.asarray(layers)
+    rows = tuple(tuple(int(n) for n in row) for row in places)
+    lead = places.shape if len(rows) > 1 else places.shape[1:]
+    lead_spec = (None, axis) if len(rows) > 1 else (axis,)
 
     def leaf(s: ParameterSpec) -> ParameterSpec:
-        return dataclasses.replace(s, shape=(num_layers, *s.shape), spec=P(axis, *s.spec), num_stacked=num_layers)
+        return dataclasses.replace(s, shape=(*lead, *s.shape), spec=P(*lead_spec, *s.spec), stacked=rows)
 
     return map_specs(leaf, specs)
+
+
+def canonical(spec: ParameterSpec) -> ParameterSpec:
+    """Returns the declaration with its layers in order along one leading dim: the same on every mesh.
+
+    The leading dim keeps its axis if it can be divided over it as before, that is if no place is without a layer.
+    """
+    if not spec.stacked:
+        return spec
+    rest = spec.num_stacked_dims
+    layers = np.asarray(spec.stacked)
+    axis = spec.spec[rest - 1] if (layers >= 0).all() else None
+    count = int((layers >= 0).sum())
+    rows = (tuple(range(count)),)
+    return dataclasses.replace(spec, shape=(count, *spec.shape[rest:]), spec=P(axis, *spec.spec[rest:]), stacked=rows)
+
+
+def to_canonical(spec: ParameterSpec, value: Array) -> Array:
+    """Returns the layers of a stacked parameter (or of its moments) in order, [layers, ...].
+
+    Communication: under jit, what brings each layer to where the output's sharding wants it.
+    """
+    if not spec.stacked:
+        return value
+    places = np.asarray(spec.stacked).reshape(-1)
+    order = np.argsort(np.where(places < 0, len(places), places), kind="stable")[: int((places >= 0).sum())]
+    flat = value.reshape(len(places), *value.shape[spec.num_stacked_dims :])
+    return flat if (order == np.arange(len(places))).all() else jnp.take(flat, order, axis=0)
+
+
+def from_canonical(spec: ParameterSpec, value: Array) -> Array:
+    """Returns the layers [layers, ...] at their places, zeros where there is none. Communication: as `to_canonical`."""
+    if not spec.stacked:
+        return value
+    places = np.asarray(spec.stacked).reshape(-1)
+    if len(places) != len(value) or (places != np.arange(len(places))).any():
+        filled = jnp.take(value, np.maximum(places, 0), axis=0)
+        absent = (places < 0).reshape(-1, *[1] * (value.ndim - 1))
+        value = jnp.where(absent, jnp.zeros((), value.dtype), filled) if (places < 0).any() else filled
+    return value.reshape(spec.shape)
 
 
 def partition_specs(specs: Tree) -> Tree:
@@ -107,8 +164,15 @@ def weight_decay_mask(specs: Tree) -> Tree:
 
 
 def num_parameters(specs: Tree) -> int:
-    """Returns the number of elements, vocabulary padding included."""
-    return sum(int(np.prod(s.shape)) for _, s in named_specs(specs))
+    """Returns the number of elements, vocabulary padding included, places without a layer not."""
+    total = 0
+    for _, s in named_specs(specs):
+        size = int(np.prod(s.shape))
+        if s.stacked:
+            layers = np.asarray(s.stacked)
+            size = size // layers.size * int((layers >= 0).sum())
+        total += size
+    return total
 
 
 def init_parameters(specs: Tree, key: Key[Array, ""], dtype: Any = jnp.float32) -> Tree:
@@ -119,9 +183,14 @@ def init_parameters(specs: Tree, key: Key[Array, ""], dtype: Any = jnp.float32) 
 
     def leaf(key_path: tuple[Any, ...], s: ParameterSpec) -> Array:
         own = random.parameter_key(key, path_of(key_path))
-        if not s.num_stacked:
+        if not s.stacked:
             return s.init(own, s.shape, dtype)
-        return jax.vmap(lambda k: s.init(k, s.shape[1:], dtype))(random.layer_keys(own, s.num_stacked))
+        layers = np.asarray(s.stacked).reshape(-1)
+        one = s.shape[s.num_stacked_dims :]
+        values = jax.vmap(lambda k: s.init(k, one, dtype))(random.layer_keys(own, jnp.asarray(np.maximum(layers, 0))))
+        if (layers < 0).any():  # places without a layer hold zeros, which no update moves
+            values = jnp.where((layers >= 0).reshape(-1, *[1] * len(one)), values, 0)
+        return values.reshape(s.shape)
 
     return jax.tree_util.tree_map_with_path(leaf, specs, is_leaf=is_spec)
 

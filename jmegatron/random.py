@@ -27,9 +27,9 @@ def parameter_key(key: Key[Array, ""], path: str) -> Key[Array, ""]:
     return jax.random.fold_in(key, zlib.crc32(path.encode()))
 
 
-def layer_keys(key: Key[Array, ""], num_layers: int) -> Key[Array, "layers"]:
-    """Returns one key per global layer 0 .. num_layers - 1."""
-    return jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(num_layers))
+def layer_keys(key: Key[Array, ""], layers: Integer[Array, "layers"]) -> Key[Array, "layers"]:
+    """Returns one key per global layer number."""
+    return jax.vmap(lambda layer: jax.random.fold_in(key, layer))(layers)
 
 
 def site_key(key: Key[Array, ""], layer: int | Int[Array, ""], site: Site) -> Key[Array, ""]:

@@ -6,11 +6,10 @@
     python scripts/benchmark_data.py blend [--samples N]     # seconds and memory of a blend's order
 
 feed: a made-up corpus in a temporary folder, samples of 4096 tokens. The contenders take turns: "read" copies the same
-`.bin` from its start to its end through a fresh memory map into one small buffer; "read, new arrays" copies it into new
-int32 arrays of a batch's size instead, which is what every batch needs; "read, placed" cuts these into tokens and
-labels and puts them onto the device, in file order; the others are the loader of the training loop, up to the same
-arrays on the device, with `--num-workers` 0 (built and placed inline), 1 and 2. The file is in the page cache for
-all, or for none with `--cold` (each turn asks the system to drop it first).
+`.bin` from its start to its end through a fresh memory map into one small buffer, which stays in the processor's
+caches; "read, new memory" copies it into one new array of its size; the others are the loader of the training loop,
+shuffled samples up to arrays on the device, with `--num-workers` 0 (built and placed inline), 1 and 2. The file is in
+the page cache for all, or for none with `--cold` (each turn asks the system to drop it first).
 """
 
 import argparse
@@ -29,14 +28,14 @@ import numpy as np
 
 from jmegatron.config import load_config
 from jmegatron.data.blend import build_blend_index, normalised
-from jmegatron.data.gpt_dataset import GPTDataset, full_mask
+from jmegatron.data.gpt_dataset import GPTDataset
 from jmegatron.data.gpt_index import GPTIndex, build_gpt_index
 from jmegatron.data.index_cache import content_key, load_or_build
 from jmegatron.data.indexed_dataset import IndexedDataset, bin_path, idx_path, write_index
 from jmegatron.data.loader import GlobalBatchLoader
 from jmegatron.training.program import Program, build_program, resolve_for_run
 
-SEQ_LEN, BATCH, VOCAB = 4096, 64, 50_000
+SEQ_LEN, VOCAB = 4096, 50_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=200_000_000, help="feed: size of the corpus")
     parser.add_argument("--mean-length", type=int, default=2000, help="feed: mean tokens per document")
     parser.add_argument("--dtype", choices=["uint16", "int32"], default="uint16", help="feed: of the corpus")
+    parser.add_argument("--batch-size", type=int, default=256, help="feed: samples of a global batch")
     parser.add_argument("--documents", type=int, default=5_000_000, help="index: of 2000 tokens on average")
     parser.add_argument("--seq-length", type=int, default=SEQ_LEN, help="index: tokens per sample")
     parser.add_argument("--samples", type=int, default=100_000_000, help="blend: length")
@@ -82,31 +82,21 @@ def make_corpus(prefix: Path, tokens: int, mean: int, dtype: str) -> IndexedData
     return IndexedDataset(prefix)
 
 
-def plain_read(corpus: IndexedDataset, fresh: bool) -> float:
-    """Returns tokens/s of copying the token file through a fresh memory map, a batch's worth of tokens at a time."""
+def read(prefix: Path, dtype: str) -> float:
+    """Returns tokens/s of copying the token file through a fresh memory map into a buffer of 64 samples."""
     start = time.perf_counter()
-    tokens = np.memmap(bin_path(corpus.prefix), dtype=corpus.dtype, mode="r")
-    step = BATCH * SEQ_LEN
-    buffer = np.empty(step, corpus.dtype)
-    for at in range(0, len(tokens), step):
-        part = tokens[at : at + step]
-        if fresh:
-            part.astype(np.int32)
-        else:
-            buffer[: len(part)] = part
+    tokens = np.memmap(bin_path(prefix), dtype=dtype, mode="r")
+    buffer = np.empty(64 * SEQ_LEN, dtype)
+    for at in range(0, len(tokens), len(buffer)):
+        part = tokens[at : at + len(buffer)]
+        buffer[: len(part)] = part
     return len(tokens) / (time.perf_counter() - start)
 
 
-def placed_read(program: Program, corpus: IndexedDataset) -> float:
-    """Returns tokens/s of the same batches on the device without documents, index and shuffle: the file in order."""
+def read_new_memory(prefix: Path, dtype: str) -> float:
+    """Returns tokens/s of copying the token file through a fresh memory map into one new array."""
     start = time.perf_counter()
-    tokens = np.memmap(bin_path(corpus.prefix), dtype=corpus.dtype, mode="r")
-    step = BATCH * (SEQ_LEN + 1)
-    ids, mask = np.arange(BATCH, dtype=np.uint32), full_mask((BATCH, SEQ_LEN))
-    for at in range(0, len(tokens) - step, step):
-        text = tokens[at : at + step].astype(np.int32).reshape(BATCH, -1)
-        arrays = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": mask, "sample_ids": ids}
-        jax.block_until_ready(program.put(arrays))
+    tokens = np.array(np.memmap(bin_path(prefix), dtype=dtype, mode="r"))
     return len(tokens) / (time.perf_counter() - start)
 
 
@@ -117,17 +107,17 @@ def forget(prefix: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def fed(program: Program, dataset: GPTDataset, num_workers: int) -> float:
+def fed(program: Program, dataset: GPTDataset, batch_size: int, num_workers: int) -> float:
     """Returns tokens/s of the training loop's loader, up to arrays on the device."""
     start = time.perf_counter()
     batches = 0
     with GlobalBatchLoader(
-        dataset, BATCH, rows=program.placer.rows, place=program.put, num_workers=num_workers
+        dataset, batch_size, rows=program.placer.rows, place=program.put, num_workers=num_workers
     ) as loader:
         for batch in loader:
             jax.block_until_ready(batch)
             batches += 1
-    return batches * BATCH * SEQ_LEN / (time.perf_counter() - start)
+    return batches * batch_size * SEQ_LEN / (time.perf_counter() - start)
 
 
 def dataset_of(prefix: Path) -> GPTDataset:
@@ -147,20 +137,20 @@ def program_of(layers: str, seq: int, batch: int, vocab: int, micro: int) -> Pro
 
 
 def feed(options: argparse.Namespace) -> None:
-    """Prints tokens/s of each contender and its ratio to the plain read."""
-    program = program_of("--num-layers 1 --hidden-size 64 --num-attention-heads 4", SEQ_LEN, BATCH, VOCAB, BATCH)
+    """Prints tokens/s of each contender and its ratios to both reads."""
+    size = options.batch_size
+    program = program_of("--num-layers 1 --hidden-size 64 --num-attention-heads 4", SEQ_LEN, size, VOCAB, size)
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "corpus"
         make_corpus(prefix, options.tokens, options.mean_length, options.dtype)
 
         # Opened anew each time: pages that are mapped stay in the cache.
         def loader(num_workers: int) -> Callable[[], float]:
-            return lambda: fed(program, dataset_of(prefix), num_workers)
+            return lambda: fed(program, dataset_of(prefix), size, num_workers)
 
         contenders: dict[str, Callable[[], float]] = {
-            "read": lambda: plain_read(IndexedDataset(prefix), False),
-            "read, new arrays": lambda: plain_read(IndexedDataset(prefix), True),
-            "read, placed": lambda: placed_read(program, IndexedDataset(prefix)),
+            "read": lambda: read(prefix, options.dtype),
+            "read, new memory": lambda: read_new_memory(prefix, options.dtype),
             **{f"loader, {n} workers": loader(n) for n in (0, 1, 2)},
         }
         speeds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -171,13 +161,14 @@ def feed(options: argparse.Namespace) -> None:
                 speed = run()
                 if turn:
                     speeds[name].append(speed)
-    read = statistics.median(speeds["read"])
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
     print(f"{'cold: ' if options.cold else ''}{options.dtype} corpus of {options.tokens:.2g} tokens, ", end="")
-    print(f"documents of {options.mean_length} tokens on average")
-    print("| contender | tokens/s, median | best | ratio of medians to read |\n| --- | --- | --- | --- |")
-    for name, values in speeds.items():
-        median = statistics.median(values)
-        print(f"| {name} | {median / 1e6:.0f} M | {max(values) / 1e6:.0f} M | {median / read:.2f} |")
+    print(f"documents of {options.mean_length} tokens on average, global batch {size}")
+    print("| contender | tokens/s, median | best | ratio of medians to read | to read, new memory |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, median in medians.items():
+        ratios = [f"{median / medians[other]:.2f}" for other in ("read", "read, new memory")]
+        print(f"| {name} | {median / 1e6:.0f} M | {max(speeds[name]) / 1e6:.0f} M | {ratios[0]} | {ratios[1]} |")
 
 
 # ---- waiting ------------------------------------------------------------------------------------------------------

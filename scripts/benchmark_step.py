@@ -32,6 +32,7 @@ import numpy as np
 import optax
 
 from jmegatron.config import load_config
+from jmegatron.data.indexed_dataset import best_dtype
 from jmegatron.planner import formulas
 from jmegatron.training.build import formula_shape
 from jmegatron.training.program import Program, build_program, resolve_for_run
@@ -178,7 +179,7 @@ def jmegatron_runner(program: Program) -> tuple[Runner, Any]:
     def run(batch: dict[str, np.ndarray]) -> tuple[float, float, float]:
         nonlocal state
         start = time.perf_counter()
-        new, metrics = compiled(state, program.put(batch), key)
+        new, metrics = compiled(state, program.put({name: batch[name] for name in ("text", "sample_ids")}), key)
         returned = time.perf_counter()
         state = jax.block_until_ready(new)
         return time.perf_counter() - start, returned - start, float(metrics["loss"])
@@ -285,7 +286,7 @@ def random_batches(vocab: int, batch: int, seq: int, number: int) -> list[dict[s
         {
             "tokens": np.ascontiguousarray(text[:, :-1]),
             "labels": np.ascontiguousarray(text[:, 1:]),
-            "loss_mask": np.ones((batch, seq), np.float32),
+            "text": text.astype(best_dtype(vocab)),
             "sample_ids": np.arange(batch, dtype=np.uint32),
         }
         for text in texts

@@ -4,7 +4,7 @@
     python train.py --config configs/gpt_tiny.yaml --data-path data/docs_text_document
 
 Option names are those of Megatron-LM's tools/preprocess_data.py; the work is done in jmegatron/data/preprocess.py. Exit
-status: 0 done, 2 an option or a file cannot be used, 1 anything else.
+status: 0 done, 2 an option or a file cannot be used, 130 interrupted, 1 anything else.
 """
 
 import argparse
@@ -12,7 +12,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from jmegatron.data.preprocess import PreprocessOptions, preprocess
+from jmegatron.data.preprocess import PreprocessOptions, PreprocessReport, preprocess
+from jmegatron.data.script import run_script
 from jmegatron.data.tokenizers.command_line import add_tokenizer_arguments
 from jmegatron.errors import UsageError
 
@@ -37,7 +38,8 @@ def parse_options(arguments: Sequence[str] | None) -> PreprocessOptions:
         "--input",
         nargs="+",
         required=True,
-        help="files, patterns or folders: .jsonl (also .gz, .zst), .parquet or plain text",
+        help="files, patterns or folders: JSON lines (.jsonl, .ndjson, .json; also .gz, .zst, and /dev/stdin), "
+        ".parquet or plain text",
     )
     add("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
     add("--json-keys", nargs="+", default=["text"], help="keys of the JSON objects to take (default: text)")
@@ -48,6 +50,12 @@ def parse_options(arguments: Sequence[str] | None) -> PreprocessOptions:
     add("--keep-sequential-samples", action="store_true", help="accepted: documents always keep their order")
     add("--log-interval", type=int, default=1000, help="documents between progress lines, 0 for none (default: 1000)")
     add("--skip-bad-lines", action="store_true", help="count lines that cannot be read instead of stopping")
+    add(
+        "--max-document-bytes",
+        type=int,
+        help="a document with more text is a bad line (default: no limit; HuggingFaceTokenizer takes some 200 bytes of "
+        "memory for a byte of one document)",
+    )
     for name in _REFUSED:
         add(f"--{name.replace('_', '-')}", action="store_true", help=argparse.SUPPRESS)
     given = vars(parser.parse_args(arguments))
@@ -61,12 +69,15 @@ def parse_options(arguments: Sequence[str] | None) -> PreprocessOptions:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    try:
+
+    def body() -> None:
         options = parse_options(arguments)
-        report = preprocess(options)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        _print_report(preprocess(options), options)
+
+    return run_script(body)
+
+
+def _print_report(report: PreprocessReport, options: PreprocessOptions) -> None:
     bad = f", {report.num_bad_lines} bad lines left out" if options.skip_bad_lines else ""
     seconds = max(report.seconds, 1e-9)
     print(
@@ -75,7 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for prefix in report.prefixes:
         print(f"--data-path {prefix}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model data/tokenizer
 
 Inputs are those of preprocess_data.py and are read as a stream. Exit status: 0 done, 2 an option or a file cannot be
-used.
+used, 130 interrupted.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jmegatron.data.preprocess_encode import read_texts
+from jmegatron.data.script import run_script
 from jmegatron.data.tokenizers import HuggingFaceTokenizer
 from jmegatron.data.tokenizers.training import END_OF_TEXT, save_tokenizer, train_bpe
 from jmegatron.errors import UsageError
@@ -32,16 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--max-documents", type=int, help="learn from the first so many documents only")
     add("--skip-bad-lines", action="store_true", help="leave out lines that cannot be read instead of stopping")
     given = parser.parse_args(arguments)
-    try:
+
+    def body() -> None:
+        if not given.output:
+            raise UsageError("--output: got '', expected a folder")
+        if given.max_documents is not None and given.max_documents < 1:
+            raise UsageError(f"--max-documents: got {given.max_documents}, expected at least 1")
         texts = read_texts(given.input, given.json_keys, given.skip_bad_lines, given.max_documents)
         content = train_bpe(texts, given.vocab_size, given.special_tokens, given.min_frequency)
         save_tokenizer(content, Path(given.output))
         size = HuggingFaceTokenizer(given.output).vocab_size
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{size} ids\n--tokenizer-type HuggingFaceTokenizer --tokenizer-model {given.output}")
-    return 0
+        print(f"{size} ids\n--tokenizer-type HuggingFaceTokenizer --tokenizer-model {given.output}")
+
+    return run_script(body)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ import numpy as np
 from jmegatron import partition
 from jmegatron.layers import AttentionSettings, MLPSettings
 from jmegatron.mesh import build_mesh
-from jmegatron.models.gpt import GPTSettings, gpt_specs
+from jmegatron.models.gpt import ONE_STAGE, GPTSettings, PipelineParallel, gpt_specs
 from jmegatron.models.transformer import LayerSettings, TensorParallel
 from jmegatron.optimizer.adamw import AdamWSettings, global_norm
-from jmegatron.training.step import Batch, StepSettings, batch_shardings, make_gradient_function
+from jmegatron.training.batches import Batch, batch_shardings
+from jmegatron.training.stages import PipelineSettings
+from jmegatron.training.step import StepSettings, make_gradient_function
 
 
 def tiny_gpt(
@@ -96,22 +98,38 @@ def run_gradients(
     dropout: bool = False,
     parameters: Any = None,
     seed: int = 7,
+    pp: int = 1,
+    places: Any = (),
+    **pipeline: Any,
 ) -> StepResult:
-    """Loss, norm and every gradient leaf of one step at a mesh."""
-    mesh = build_mesh(jax.devices()[: dp * tp], dp=dp, tp=tp)
+    """Loss, norm and every gradient leaf of one step at a mesh; layers of gradients in order."""
+    mesh = build_mesh(jax.devices()[: pp * dp * tp], pp=pp, dp=dp, tp=tp)
     parallel = TensorParallel("tp", tp, sequence_parallel)
-    specs = gpt_specs(settings, parallel)
+    cut = PipelineParallel("pp", pp, tuple(map(tuple, places)) or even_places(settings, pp)) if pp > 1 else ONE_STAGE
+    step_settings = StepSettings(
+        settings, parallel, AdamWSettings(), per_token=per_token, pipeline=PipelineSettings(cut, **pipeline)
+    )
+    specs = step_settings.specs
     shardings = partition.shardings(specs, mesh)
-    parameters = jax.device_put(start_parameters(settings, seed) if parameters is None else parameters, shardings)
-    function = make_gradient_function(StepSettings(settings, parallel, AdamWSettings(), per_token=per_token), mesh)
+    parameters = start_parameters(settings, seed) if parameters is None else parameters
+    parameters = jax.device_put(partition.map_specs(partition.from_canonical, specs, parameters), shardings)
+    function = make_gradient_function(step_settings, mesh)
     key = jax.random.key(11) if dropout else None
     report, gradients = jax.jit(function)(parameters, as_batch(arrays, num_microbatches, mesh), key)
+    grad_norm = float(jax.jit(global_norm)(gradients))
+    gradients = partition.map_specs(partition.to_canonical, specs, jax.device_get(gradients))
     paths = jax.tree_util.tree_flatten_with_path(gradients)[0]
     return StepResult(
         loss=float(report["loss_sum"] / report["num_tokens"]),
-        grad_norm=float(jax.jit(global_norm)(gradients)),
+        grad_norm=grad_norm,
         gradients={partition.path_of(path): np.asarray(value) for path, value in paths},
     )
+
+
+def even_places(settings: GPTSettings, pp: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Places of layers that divide evenly: row c holds the layers of every stage's chunk c."""
+    rows = np.arange(settings.num_layers).reshape(chunks, -1)
+    return tuple(tuple(int(n) for n in row) for row in rows)
 
 
 @functools.cache

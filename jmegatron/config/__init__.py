@@ -5,11 +5,13 @@
     config = resolve(config, vocab_size=tokenizer.vocab_size, data_parallel_size=dp)
 
 `sections` holds the options, `options` one record per option, `megatron_flags` what a pasted Megatron-LM launch line
-may contain besides them, `command_line` and `loading` read, `validation` refuses, `resolution` fills in what follows.
+may contain besides them, `command_line` and `loading` read, `layer_split` cuts the model into pipeline stages,
+`validation` refuses, `resolution` fills in what follows.
 
 Reference: `megatron/training/arguments.py`.
 """
 
+from jmegatron.config.layer_split import LayerSplit, layer_split_of
 from jmegatron.config.loading import config_from_yaml, load_config, parse_or_exit, to_yaml
 from jmegatron.config.resolution import default_ffn_hidden_size, padded_vocab_size, resolve
 from jmegatron.config.sections import (
@@ -32,6 +34,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "HardwareConfig",
+    "LayerSplit",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -39,6 +42,7 @@ __all__ = [
     "TrainingConfig",
     "config_from_yaml",
     "default_ffn_hidden_size",
+    "layer_split_of",
     "load_config",
     "padded_vocab_size",
     "parse_or_exit",

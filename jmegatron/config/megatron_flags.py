@@ -42,6 +42,7 @@ ALIASES = (
     # Without its fusion the reference computes the exact GELU; gated activations do not care.
     Alias("--no-bias-gelu-fusion", "activation", "gelu_erf", weak=True),
     Alias("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
+    Alias("--recompute-activations", "recompute_granularity", "selective"),
 )
 
 _ONE_MODEL = "there is one implementation of the model"
@@ -121,13 +122,11 @@ IGNORED = (
     OtherFlag("--no-check-for-nan-in-loss-and-grad", 0, "nothing is checked yet"),
 )
 
-_PIPELINE = "pipeline parallelism is not implemented yet"
 _CONTEXT = "context parallelism is not implemented yet"
 _EXPERTS = "mixture of experts is not implemented yet"
 _SHARDED = "sharded optimizer state is not implemented yet"
 _FP16 = "float16 and loss scaling are not implemented yet; use --bf16"
 _FP8 = "8-bit arithmetic is not implemented"
-_RECOMPUTE = "recomputation of activations is not implemented yet"
 _SCHEDULE = "only linear, cosine and constant schedules counted in iterations are implemented so far"
 _DATA = "samples are cut from packed documents only"
 _CHECKPOINT = "so far a checkpoint is always saved and restored whole"
@@ -164,20 +163,7 @@ UNSUPPORTED = (
     OtherFlag("--fp16-lm-cross-entropy", 0, "the loss is computed in float32"),
     OtherFlag("--data-parallel-sharding-strategy", 1, _SHARDED),
     OtherFlag("--optimizer-cpu-offload", 0, _SHARDED),
-    OtherFlag("--recompute-activations", 0, _RECOMPUTE),
-    OtherFlag("--recompute-granularity", 1, _RECOMPUTE),
-    OtherFlag("--recompute-method", 1, _RECOMPUTE),
-    OtherFlag("--recompute-num-layers", 1, _RECOMPUTE),
-    OtherFlag("--recompute-modules", MANY, _RECOMPUTE),
-    OtherFlag("--distribute-saved-activations", 0, _RECOMPUTE),
-    OtherFlag("--num-layers-per-virtual-pipeline-stage", 1, _PIPELINE),
-    OtherFlag("--num-virtual-stages-per-pipeline-rank", 1, _PIPELINE),
-    OtherFlag("--pipeline-model-parallel-layout", 1, _PIPELINE),
-    OtherFlag("--decoder-first-pipeline-num-layers", 1, _PIPELINE),
-    OtherFlag("--decoder-last-pipeline-num-layers", 1, _PIPELINE),
-    OtherFlag("--microbatch-group-size-per-virtual-pipeline-stage", 1, _PIPELINE),
-    OtherFlag("--account-for-embedding-in-pipeline-split", 0, _PIPELINE),
-    OtherFlag("--account-for-loss-in-pipeline-split", 0, _PIPELINE),
+    OtherFlag("--distribute-saved-activations", 0, "with --sequence-parallel they are divided already"),
     OtherFlag("--cp-comm-type", MANY, _CONTEXT),
     OtherFlag("--hierarchical-context-parallel-sizes", MANY, _CONTEXT),
     OtherFlag("--num-experts", 1, _EXPERTS),
@@ -288,7 +274,6 @@ UNSUPPORTED_FAMILIES = (
 """(beginning, reason): flags refused by how they begin, unless a row above or an option names them."""
 
 UNSUPPORTED_DEGREES = (
-    ("pipeline_model_parallel_size", _PIPELINE),
     ("context_parallel_size", _CONTEXT),
     ("expert_model_parallel_size", _EXPERTS),
 )

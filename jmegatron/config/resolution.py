@@ -5,16 +5,25 @@ of `megatron/training/vocab_utils.py`.
 """
 
 import dataclasses
+import math
 
+from jmegatron.config.layer_split import layer_split_of, num_chunks_of
 from jmegatron.config.options import problem
-from jmegatron.config.sections import Config, DataConfig, ModelConfig
+from jmegatron.config.sections import Config, DataConfig, ModelConfig, ParallelConfig, PipelineSchedule, TrainingConfig
 
 DEFAULT_SPLIT = "969,30,1"
 
 
-def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Returns the smallest multiple of `divisible_by * tensor_parallel_size` that holds `vocab_size` rows."""
-    multiple = divisible_by * tensor_parallel_size
+def padded_vocab_size(
+    vocab_size: int, divisible_by: int, tensor_parallel_size: int, pipeline_parallel_size: int = 1
+) -> int:
+    """Returns the smallest number of rows that holds the vocabulary and that the devices can share.
+
+    It is a multiple of `divisible_by * tensor_parallel_size`, as in the reference, and of the number of tensor- and
+    pipeline-parallel devices, over which embedding and output layer are divided. With a `divisible_by` of 128 the
+    second changes nothing for 2, 4, ... 128 stages.
+    """
+    multiple = tensor_parallel_size * math.lcm(divisible_by, pipeline_parallel_size)
     return -(-vocab_size // multiple) * multiple
 
 
@@ -31,9 +40,10 @@ def resolve(config: Config, vocab_size: int | None = None, data_parallel_size: i
             was not given stays `None`.
 
     Raises:
-        ConfigError: The tokenizer has more ids than `model.vocab_size` or `model.padded_vocab_size` have room for.
+        ConfigError: The tokenizer has more ids than `model.vocab_size` or `model.padded_vocab_size` have room for, or
+            the layers do not fit the pipeline.
     """
-    training, optimizer = config.training, config.optimizer
+    training, optimizer = _resolve_recompute(config.training), config.optimizer
     batch = training.global_batch_size
     if batch is None and data_parallel_size is not None:
         batch = training.micro_batch_size * data_parallel_size
@@ -41,10 +51,32 @@ def resolve(config: Config, vocab_size: int | None = None, data_parallel_size: i
     return dataclasses.replace(
         config,
         model=_resolve_model(config, vocab_size),
+        parallel=_resolve_parallel(config),
         data=_resolve_data(config.data),
         optimizer=dataclasses.replace(optimizer, lr_decay_iters=decay_iters),
         training=dataclasses.replace(training, global_batch_size=batch),
     )
+
+
+def _resolve_parallel(config: Config) -> ParallelConfig:
+    """Returns the parallel section with the schedule that the number of chunks a stage asks for."""
+    parallel = config.parallel
+    several = num_chunks_of(layer_split_of(config)) > 1
+    derived: PipelineSchedule = "interleaved" if several else "1f1b"
+    return dataclasses.replace(parallel, pipeline_schedule=parallel.pipeline_schedule or derived)
+
+
+def _resolve_recompute(training: TrainingConfig) -> TrainingConfig:
+    """Returns the training section with what the granularity of recomputation leaves open."""
+    if training.recompute_granularity == "full":
+        return dataclasses.replace(
+            training,
+            recompute_method=training.recompute_method or "uniform",
+            recompute_num_layers=training.recompute_num_layers or 1,
+        )
+    if training.recompute_granularity == "selective":
+        return dataclasses.replace(training, recompute_modules=training.recompute_modules or ("core_attn",))
+    return training
 
 
 def _resolve_data(data: DataConfig) -> DataConfig:
@@ -98,15 +130,15 @@ def _resolve_vocab(config: Config, tokenizer_vocab_size: int | None) -> tuple[in
             expected="vocab_size at least the tokenizer's number of ids",
             fix=f"leave --vocab-size out, or set it to {tokenizer_vocab_size} or more",
         )
-    tp = config.parallel.tensor_model_parallel_size
-    padded = model.padded_vocab_size or padded_vocab_size(vocab, model.make_vocab_size_divisible_by, tp)
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    derived = padded_vocab_size(vocab, model.make_vocab_size_divisible_by, tp, pp)
+    padded = model.padded_vocab_size or derived
     if padded < vocab:
         raise problem(
             "The padded vocabulary is smaller than the vocabulary.",
             where=("padded_vocab_size", "vocab_size"),
             got=f"padded_vocab_size {padded}, vocabulary of {vocab} ids",
             expected="padded_vocab_size at least the number of ids",
-            fix="leave --padded-vocab-size out, or set it to "
-            f"{padded_vocab_size(vocab, model.make_vocab_size_divisible_by, tp)}",
+            fix=f"leave --padded-vocab-size out, or set it to {derived}",
         )
     return vocab, padded

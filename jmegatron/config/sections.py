@@ -19,6 +19,7 @@ TokenizerType = Literal[
     "GPT2BPETokenizer",
     "NullTokenizer",
 ]
+PipelineSchedule = Literal["1f1b", "interleaved", "1f1b-low-memory", "gpipe"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +79,9 @@ class ModelConfig:
     vocab_size: int | None = None
     """Number of token ids. Derived: the tokenizer's."""
     make_vocab_size_divisible_by: int = 128
-    """Pad the vocabulary to a multiple of this times tensor_model_parallel_size."""
+    """Pad the vocabulary to a multiple of this times tensor_model_parallel_size, and of pipeline_model_parallel_size times the latter."""  # noqa: E501
     padded_vocab_size: int | None = None
-    """Own option: rows of the embedding, at least vocab_size and divisible by tensor_model_parallel_size. Fixing it keeps the shapes of the model independent of the layout. Derived from make_vocab_size_divisible_by."""  # noqa: E501
+    """Own option: rows of the embedding, at least vocab_size and divisible by tensor_model_parallel_size * pipeline_model_parallel_size. Fixing it keeps the shapes of the model independent of the layout. Derived from make_vocab_size_divisible_by."""  # noqa: E501
     mask_padded_vocab: bool = True
     """Own option: padded rows take no part in the softmax, so every layout gives the same loss. Off: the reference's behaviour, where they do."""  # noqa: E501
 
@@ -92,7 +93,25 @@ class ParallelConfig:
     tensor_model_parallel_size: int = 1
     """Devices that share each layer's matrices (mesh axis tp)."""
     pipeline_model_parallel_size: int = 1
-    """Stages that the layers are cut into (mesh axis pp)."""
+    """Stages that the layers are cut into (mesh axis pp); embedding and output layer are divided over all of them."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers of one chunk, to give each stage several chunks of layers: a smaller bubble for more communication."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Chunks of each stage, another way to say the same; 1 means that stages are not cut further."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first stage, over all its chunks; the other stages share the rest evenly."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last stage, over all its chunks; the other stages share the rest evenly."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Give the first chunk one layer less, as if the embedding were a layer of it."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Give the last chunk one layer less, as if the output layer were a layer of it."""
+    pipeline_model_parallel_layout: str | None = None
+    """The layers of every chunk, such as 'Et*3|(tt|)*6tL': entries separated by |, E embedding, t layer, L loss, x*n and (...)*n repeat; entry k is chunk k // p of stage k % p. E and L cost no place. Instead of the six options above."""  # noqa: E501
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    """Micro-batches that go through a chunk before the stage turns to its next one, at least pipeline_model_parallel_size; counts only with several chunks. Derived at each step: as near to pipeline_model_parallel_size as groups of nearly equal size can be (exactly that where it divides the micro-batches)."""  # noqa: E501
+    pipeline_schedule: PipelineSchedule | None = None
+    """Own option: order of forward and backward passes. 1f1b; interleaved, with several chunks a stage; 1f1b-low-memory, which keeps at most as many micro-batches as there are stages; gpipe, to compare with. Derived: 1f1b, or interleaved with several chunks a stage."""  # noqa: E501
     context_parallel_size: int = 1
     """Devices that share each sequence (mesh axis cp)."""
     expert_model_parallel_size: int = 1
@@ -211,6 +230,14 @@ class TrainingConfig:
     """Seed of initialisation, dropout and data order."""
     bf16: bool = False
     """Compute in bfloat16; master weights, gradients and moments stay float32."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Compute activations again in the backward pass instead of keeping them. full: keep each layer's input alone; selective: keep all but what recompute_modules names."""  # noqa: E501
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Which layers are recomputed, with granularity full; only uniform, all of them, is implemented. Derived with full: uniform."""  # noqa: E501
+    recompute_num_layers: int | None = None
+    """Layers between two inputs that are kept, with granularity full; only 1 is implemented. Derived with full: 1."""
+    recompute_modules: tuple[str, ...] = ()
+    """Parts of a layer that are recomputed, with granularity selective; only core_attn (scores, softmax and their product with the values) is implemented. Derived with selective: core_attn."""  # noqa: E501
     label_smoothing: float = 0.0
     """Own option: probability mass spread over the whole vocabulary, in [0, 1)."""
 

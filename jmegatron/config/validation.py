@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from jmegatron.config.layer_split import layer_split_of, num_chunks_of
 from jmegatron.config.megatron_flags import UNSUPPORTED_DEGREES
 from jmegatron.config.options import flag_of, options, problem
 from jmegatron.config.resolution import resolve
@@ -40,6 +41,11 @@ _RANGES: dict[str, tuple[int | float, int | float]] = {
     "padded_vocab_size": (1, _INF),
     "tensor_model_parallel_size": (1, _INF),
     "pipeline_model_parallel_size": (1, _INF),
+    "num_layers_per_virtual_pipeline_stage": (1, _INF),
+    "num_virtual_stages_per_pipeline_rank": (1, _INF),
+    "decoder_first_pipeline_num_layers": (1, _INF),
+    "decoder_last_pipeline_num_layers": (1, _INF),
+    "microbatch_group_size_per_virtual_pipeline_stage": (1, _INF),
     "context_parallel_size": (1, _INF),
     "expert_model_parallel_size": (1, _INF),
     "lr": (0, _INF),
@@ -55,6 +61,7 @@ _RANGES: dict[str, tuple[int | float, int | float]] = {
     "clip_grad": (0, _INF),
     "micro_batch_size": (1, _INF),
     "global_batch_size": (1, _INF),
+    "recompute_num_layers": (1, _INF),
     "train_iters": (1, _INF),
     "eval_interval": (1, _INF),
     "eval_iters": (0, _INF),
@@ -109,7 +116,12 @@ def validate(config: Config) -> None:
     """
     for check in (
         _check_ranges,
+        _check_low_memory_schedule,
         _check_degrees,
+        _check_layers_of_stages,
+        _check_schedule,
+        _check_microbatch_group,
+        _check_recompute,
         _check_heads,
         _check_query_groups,
         _check_widths,
@@ -240,7 +252,112 @@ def _check_degrees(config: Config) -> None:
                 where=(name,),
                 got=str(degrees[name]),
                 expected=f"1: {reason}",
-                fix=f"remove {flag_of(name)}; --tensor-model-parallel-size and data parallelism are available",
+                fix=f"remove {flag_of(name)}; --tensor-model-parallel-size, --pipeline-model-parallel-size and data "
+                "parallelism are available",
+            )
+
+
+# --- pipeline ----------------------------------------------------------------------------------------------------
+
+
+def _check_low_memory_schedule(config: Config) -> None:
+    """A permute waits for all devices of its axis, so it must not stand in a branch that some stages do not take."""
+    parallel = config.parallel
+    if parallel.pipeline_schedule == "1f1b-low-memory" and parallel.context_parallel_size > 1:
+        raise problem(
+            "The low-memory schedule would deadlock with ring attention: its stages take different branches, and the "
+            "ring's permutes inside them wait for all stages.",
+            where=("pipeline_schedule", "context_parallel_size"),
+            got=f"pipeline_schedule 1f1b-low-memory, context_parallel_size {parallel.context_parallel_size}",
+            expected="context_parallel_size 1, or another schedule; --cp-comm-type all_gather or a2a will do as well "
+            "once context parallelism is there",
+            fix="use --pipeline-schedule 1f1b, or --context-parallel-size 1",
+        )
+
+
+def _check_layers_of_stages(config: Config) -> None:
+    num_chunks_of(layer_split_of(config))
+
+
+def _check_schedule(config: Config) -> None:
+    schedule, chunks = config.parallel.pipeline_schedule, num_chunks_of(layer_split_of(config))
+    if schedule is None or (schedule == "interleaved") == (chunks > 1):
+        return
+    chunk_options = (
+        "num_virtual_stages_per_pipeline_rank",
+        "num_layers_per_virtual_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    )
+    given = [name for name in chunk_options if getattr(config.parallel, name) is not None]
+    # Undoing an even cut always leaves whole stages; a layout has no such neighbour.
+    undo = {
+        "num_virtual_stages_per_pipeline_rank": ", or --num-virtual-stages-per-pipeline-rank 1",
+        "num_layers_per_virtual_pipeline_stage": ", or --num-layers-per-virtual-pipeline-stage null",
+    }
+    raise problem(
+        "Several chunks a stage need the interleaved schedule."
+        if chunks > 1
+        else "The interleaved schedule needs several chunks a stage.",
+        where=("pipeline_schedule", *(given or chunk_options)),
+        got=f"pipeline_schedule {schedule}, {chunks} chunk{'s' if chunks > 1 else ''} a stage",
+        expected="interleaved with several chunks a stage; 1f1b, 1f1b-low-memory or gpipe with one",
+        fix="use --pipeline-schedule interleaved" + "".join(undo.get(name, "") for name in given)
+        if chunks > 1
+        else "use --pipeline-schedule 1f1b, or give several chunks with --num-virtual-stages-per-pipeline-rank",
+    )
+
+
+def _check_microbatch_group(config: Config) -> None:
+    parallel = config.parallel
+    group, stages = (
+        parallel.microbatch_group_size_per_virtual_pipeline_stage,
+        parallel.pipeline_model_parallel_size,
+    )
+    if group is not None and group < stages and num_chunks_of(layer_split_of(config)) > 1:
+        raise problem(
+            "A group of micro-batches is too small to keep all stages busy.",
+            where=("microbatch_group_size_per_virtual_pipeline_stage", "pipeline_model_parallel_size"),
+            got=f"microbatch_group_size_per_virtual_pipeline_stage {group}, pipeline_model_parallel_size {stages}",
+            expected="at least pipeline_model_parallel_size",
+            fix=f"use --microbatch-group-size-per-virtual-pipeline-stage {stages}, or leave it out",
+        )
+
+
+# --- recomputation -----------------------------------------------------------------------------------------------
+
+_RECOMPUTABLE = ("core_attn",)
+
+
+def _check_recompute(config: Config) -> None:
+    training = config.training
+    granularity = training.recompute_granularity
+    # name -> (what is supported, the granularity that it belongs to)
+    rules: dict[str, tuple[Any, str]] = {
+        "recompute_method": ("uniform", "full"),
+        "recompute_num_layers": (1, "full"),
+        "recompute_modules": (_RECOMPUTABLE, "selective"),
+    }
+    for name, (supported, belongs_to) in rules.items():
+        value = getattr(training, name)
+        if value is None or value == ():
+            continue
+        words = " ".join(supported) if isinstance(supported, tuple) else supported
+        got = f"{name} {' '.join(value) if isinstance(value, tuple) else value}"
+        if granularity != belongs_to:
+            raise problem(
+                f"{name} counts only with recompute_granularity {belongs_to}.",
+                where=(name, "recompute_granularity"),
+                got=f"{got}, recompute_granularity {granularity or 'not given'}",
+                expected=f"{flag_of(name)} beside --recompute-granularity {belongs_to}",
+                fix=f"use --recompute-granularity {belongs_to}, or leave {flag_of(name)} out",
+            )
+        if value != supported:
+            raise problem(
+                f"This {name} is not implemented yet.",
+                where=(name,),
+                got=got,
+                expected="granularity full with method uniform and 1 layer, or granularity selective with core_attn",
+                fix=f"use {flag_of(name)} {words}, or leave it out",
             )
 
 
@@ -370,14 +487,15 @@ def _check_sequence_parallel(config: Config) -> None:
 
 
 def _check_vocab(config: Config) -> None:
-    padded, tp = config.model.padded_vocab_size, config.parallel.tensor_model_parallel_size
-    if padded is not None and padded % tp:
+    padded, parallel = config.model.padded_vocab_size, config.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if padded is not None and padded % (tp * pp):
         raise problem(
-            "The padded vocabulary cannot be divided among the tensor-parallel devices.",
-            where=("padded_vocab_size", "tensor_model_parallel_size"),
-            got=f"padded_vocab_size {padded}, tensor_model_parallel_size {tp}",
-            expected="padded_vocab_size to be a multiple of tensor_model_parallel_size",
-            fix=f"set --padded-vocab-size to {-(-padded // tp) * tp}",
+            "The padded vocabulary cannot be divided among the tensor- and pipeline-parallel devices.",
+            where=("padded_vocab_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+            got=f"padded_vocab_size {padded}, tensor_model_parallel_size {tp}, pipeline_model_parallel_size {pp}",
+            expected=f"padded_vocab_size to be a multiple of {tp} * {pp} = {tp * pp}",
+            fix=f"set --padded-vocab-size to {-(-padded // (tp * pp)) * tp * pp}",
         )
     resolve(config)  # refuses a padding below the vocabulary
 

@@ -63,7 +63,8 @@ def parse_blend(words: Sequence[str], option: str = "--data-path") -> Blend:
     the first on, is a number.
 
     Raises:
-        UsageError: nothing given, numbers at some of these places only, or a weight that is not above 0 and finite.
+        UsageError: nothing given, numbers at some of these places only, a weight that is not above 0 and finite, or
+            weights whose sum or shares floating-point numbers do not hold.
     """
     words = tuple(words)
     if not words:
@@ -100,9 +101,15 @@ def _check_blend(blend: Blend, option: str) -> None:
     for weight, prefix in zip(blend.weights or (), blend.prefixes, strict=False):
         if not (math.isfinite(weight) and weight > 0):
             raise UsageError(
-                f"{option}: got weight {weight} for {prefix}, expected a finite number above 0; fix: leave the corpus "
-                "out if nothing is to be read from it"
+                f"{option}: got weight {weight} for {prefix}, expected a finite number above 0; fix: "
+                + ("leave the corpus out if nothing is to be read from it" if weight == 0 else "correct the weight")
             )
+    total = sum(blend.weights or (1.0,))
+    if not math.isfinite(total) or min(blend.weights or (1.0,)) / total == 0.0:
+        raise UsageError(
+            f"{option}: got the weights {blend.weights}, expected a finite sum and no share that rounds to 0; fix: "
+            "divide them all by the largest, and leave out what is nothing beside it"
+        )
 
 
 def read_data_args(path: str) -> tuple[str, ...]:
@@ -120,7 +127,8 @@ def read_data_args(path: str) -> tuple[str, ...]:
 def read_split_data_args(path: str) -> dict[str, tuple[str, ...]]:
     """Return the words for train, valid and test of a `--per-split-data-args-path` file.
 
-    The file is a JSON object with the keys train, valid and test; each value is a list of words or one string.
+    The file is a JSON object with the keys train, valid and test; each value is a list of words, one string, or null
+    for none.
 
     Raises:
         DataFileError: the file cannot be read or is not of this form.
@@ -139,6 +147,8 @@ def read_split_data_args(path: str) -> dict[str, tuple[str, ...]]:
 
 
 def _words(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
     if isinstance(value, str):
         return tuple(value.split())
     if not isinstance(value, list):

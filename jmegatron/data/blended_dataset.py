@@ -7,8 +7,9 @@ import numpy as np
 
 from jmegatron.data.blend import BlendIndex, build_blend_index, build_exhaustive_blend_index, normalised
 from jmegatron.data.borders import Borders
-from jmegatron.data.gpt_dataset import NO_PAD, RUN_ON, GPTDataset, Sample, finish
+from jmegatron.data.gpt_dataset import NO_PAD, RUN_ON, GPTDataset, Sample, finish, plain
 from jmegatron.data.index_cache import content_key, load_or_build
+from jmegatron.data.indexed_dataset import aligned_empty
 from jmegatron.errors import UsageError
 
 
@@ -75,11 +76,23 @@ class BlendedDataset:
 
     def batch(self, numbers: np.ndarray) -> Sample:
         """Return the samples `numbers` (integer [samples]) as `__getitem__` does, stacked to [samples, seq_len]."""
+        return plain(self.compact(numbers))
+
+    def compact(self, numbers: np.ndarray) -> Sample:
+        """Return the samples `numbers` (integer [samples]) in the form that goes to the devices, see `finish`.
+
+        `text` is uint16 where all parts are, else int32.
+
+        Raises:
+            IndexError: no such sample.
+            DataFileError: a token id lies outside the vocabulary.
+        """
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"sample {numbers.min()} .. {numbers.max()}: expected 0 <= sample < {len(self)}")
         parts = self.index.dataset_index[numbers]
         inner = self.index.dataset_sample_index[numbers]
-        text = np.empty((len(numbers), self.datasets[0].seq_len + 1), np.int32)
+        dtype = np.result_type(*(dataset.text_dtype for dataset in self.datasets))
+        text = aligned_empty((len(numbers), self.datasets[0].seq_len + 1), dtype)
         for part in np.unique(parts).tolist():
             rows = np.flatnonzero(parts == part)
             text[rows] = self.datasets[part].texts(inner[rows])

@@ -49,12 +49,17 @@ class Borders:
         return not (self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss)
 
     def arrays(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
-        """Return `loss_mask` float32 [seq], and `position_ids`, `segment_ids` int32 [seq] where they are asked for."""
-        ends = tokens == self.eod_token if self.eod_token is not None else np.zeros(len(tokens), bool)
-        loss_mask = np.ones(len(tokens), np.float32)
+        """Return `loss_mask` bool, `position_ids` and `segment_ids` int32, those that are asked for.
+
+        Args:
+            tokens: integer [..., seq]; the arrays have its shape.
+        """
+        if self.run_on:
+            return {}
+        ends = tokens == self.eod_token
+        found = {}
         if self.eod_mask_loss:
-            loss_mask[ends] = 0.0
-        found = {"loss_mask": loss_mask}
+            found["loss_mask"] = ~ends
         if self.reset_position_ids:
             found["position_ids"] = position_ids(ends)
         if self.reset_attention_mask:
@@ -63,21 +68,21 @@ class Borders:
 
 
 def segment_ids(ends: np.ndarray) -> np.ndarray:
-    """Return the number of documents that end before each place: int32 [seq].
+    """Return the number of documents that end before each place: int32 [..., seq].
 
     Args:
-        ends: bool [seq], True where a document ends.
+        ends: bool [..., seq], True where a document ends.
     """
-    return (np.cumsum(ends) - ends).astype(np.int32)
+    return np.cumsum(ends, axis=-1, dtype=np.int32) - ends
 
 
 def position_ids(ends: np.ndarray) -> np.ndarray:
-    """Return each place's distance from the start of its document: int32 [seq].
+    """Return each place's distance from the start of its document: int32 [..., seq].
 
     Args:
-        ends: bool [seq], True where a document ends.
+        ends: bool [..., seq], True where a document ends.
     """
-    places = np.arange(len(ends), dtype=np.int32)
-    starts = np.zeros(len(ends), np.int32)
-    starts[1:] = np.where(ends[:-1], places[1:], 0)
-    return places - np.maximum.accumulate(starts)
+    places = np.arange(ends.shape[-1], dtype=np.int32)
+    starts = np.zeros(ends.shape, np.int32)
+    starts[..., 1:] = np.where(ends[..., :-1], places[1:], 0)
+    return places - np.maximum.accumulate(starts, axis=-1)

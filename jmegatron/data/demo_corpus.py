@@ -96,7 +96,7 @@ def demo_documents() -> list[str]:
 def _is_whole(prefix: str) -> bool:
     try:
         IndexedDataset(prefix)
-    except DataFileError:
+    except (DataFileError, OSError):
         return False
     return True
 

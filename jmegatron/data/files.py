@@ -22,7 +22,7 @@ class AtomicFile:
     """A file being written under a temporary name in the folder of its final name.
 
     Raises:
-        DataFileError: the temporary file cannot be created.
+        DataFileError: the temporary file cannot be created, or later: the disk is full or gone.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -32,10 +32,7 @@ class AtomicFile:
         try:
             self.handle: io.BufferedIOBase = open(self._temporary, "xb")  # noqa: SIM115
         except OSError as error:
-            raise DataFileError(
-                f"cannot write {self.path}: {error.strerror or error}; expected a folder that exists, is writable and "
-                "has space left; choose another output path or change its permissions"
-            ) from error
+            raise cannot_write(self.path, error) from error
 
     @property
     def temporary_path(self) -> Path:
@@ -48,15 +45,20 @@ class AtomicFile:
             self.flush()
             self.handle.close()
             os.replace(self._temporary, self.path)
-        except BaseException:
+        except BaseException as error:
             self.discard()
+            if isinstance(error, OSError):
+                raise cannot_write(self.path, error) from error
             raise
         sync_folder(self.path.parent)
 
     def flush(self) -> None:
         """Force everything written so far onto the disk."""
-        self.handle.flush()
-        os.fsync(self.handle.fileno())
+        try:
+            self.handle.flush()
+            os.fsync(self.handle.fileno())
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
 
     def discard(self) -> None:
         """Remove the temporary file; harmless when it is gone already."""
@@ -66,20 +68,47 @@ class AtomicFile:
             os.unlink(self._temporary)
 
 
+def cannot_write(path: str | os.PathLike[str], error: OSError) -> DataFileError:
+    """Return the error to raise for what writing a file has thrown, such as a full disk."""
+    return DataFileError(
+        f"cannot write {path}: {error.strerror or error}; expected a folder that exists, is writable and has space "
+        "left; fix: choose another output path, make room or change its permissions"
+    )
+
+
+@contextlib.contextmanager
+def atomic_outputs(*paths: str | os.PathLike[str]) -> Iterator[list[io.BufferedIOBase]]:
+    """Yield binary files that take the names `paths` only if the block ends without an exception and all are written.
+
+    Raises:
+        DataFileError: the folder cannot be written to, or the disk is full.
+    """
+    outputs: list[AtomicFile] = []
+    try:
+        for path in paths:
+            outputs.append(AtomicFile(path))
+        yield [output.handle for output in outputs]
+        for output in outputs:
+            output.flush()
+        for output in outputs:
+            output.commit()
+    except BaseException as error:
+        for output in outputs:
+            output.discard()
+        if isinstance(error, OSError):
+            raise cannot_write(", ".join(map(str, paths)), error) from error
+        raise
+
+
 @contextlib.contextmanager
 def atomic_output(path: str | os.PathLike[str]) -> Iterator[io.BufferedIOBase]:
     """Yield a binary file that takes the name `path` only if the block ends without an exception.
 
     Raises:
-        DataFileError: the folder cannot be written to.
+        DataFileError: the folder cannot be written to, or the disk is full.
     """
-    output = AtomicFile(path)
-    try:
-        yield output.handle
-    except BaseException:
-        output.discard()
-        raise
-    output.commit()
+    with atomic_outputs(path) as (file,):
+        yield file
 
 
 def sync_folder(folder: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from jmegatron.data.borders import Borders
 from jmegatron.data.gpt_index import CUT, Cut, GPTIndex, build_gpt_index, num_epochs, random_state
 from jmegatron.data.index_cache import content_key, load_or_build
-from jmegatron.data.indexed_dataset import IndexedDataset, bin_path
+from jmegatron.data.indexed_dataset import IndexedDataset, best_dtype, bin_path
 from jmegatron.errors import DataFileError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -48,36 +48,46 @@ Sources = tuple[SampleSource | None, SampleSource | None, SampleSource | None]
 
 @functools.lru_cache(maxsize=8)
 def full_mask(shape: tuple[int, ...]) -> np.ndarray:
-    """Return a read-only float32 array of ones; the same object for the same shape, so that it is placed once."""
+    """Return a read-only float32 array of ones; the same object for the same shape."""
     mask = np.ones(shape, np.float32)
     mask.flags.writeable = False
     return mask
 
 
-def finish(text: np.ndarray, borders: Borders, pad_token: int, cut: Cut = CUT, padded: bool = False) -> Sample:
-    """Return the arrays of samples, [samples, seq_len] each, from their tokens.
+def finish(text: np.ndarray, borders: Borders, pad_token: int, cut: Cut = CUT) -> Sample:
+    """Return samples in the form that goes to the devices; `plain` says what it means.
 
     Args:
-        text: int32 [samples, seq_len + 1], or [samples, seq_len] where `cut` has no extra token.
+        text: integer [samples, seq_len + 1], or [samples, seq_len] where `cut` has no extra token; may be written to.
         borders: what ends with a document.
         pad_token: id that stands for no token: it becomes 0, and no place with this label counts.
         cut: how the tokens were cut.
-        padded: whether `text` may hold NO_PAD.
+
+    Returns:
+        `text` integer [samples, seq_len + 1]; where they are asked for `position_ids` and `segment_ids` int32
+        [samples, seq_len]; where some place may not count `loss_mask` bool [samples, seq_len].
     """
-    if cut.extra_token:
-        tokens, labels = text[:, :-1], text[:, 1:]
-    else:
-        tokens, labels = text, np.roll(text, -1, axis=1)
-        labels[:, -1] = pad_token
-    if borders.run_on:
-        arrays = {"loss_mask": full_mask(tokens.shape)}
-    else:
-        rows = [borders.arrays(row) for row in tokens]
-        arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    if padded or not cut.extra_token or pad_token != NO_PAD:
-        arrays["loss_mask"] = arrays["loss_mask"] * (labels != pad_token)
-        tokens, labels = (np.where(ids == pad_token, 0, ids).astype(np.int32, copy=False) for ids in (tokens, labels))
-    return {"tokens": tokens, "labels": labels, **arrays}
+    if not cut.extra_token:  # the last label is not known
+        text = np.pad(text, ((0, 0), (0, 1)), constant_values=pad_token)
+    arrays = borders.arrays(text[:, :-1])
+    if pad_token != NO_PAD or cut != CUT:
+        missing = text == pad_token
+        arrays["loss_mask"] = arrays.get("loss_mask", True) & ~missing[:, 1:]
+        text[missing] = 0
+    return {"text": text, **arrays}
+
+
+def plain(samples: Sample) -> Sample:
+    """Return `tokens`, `labels` int32, `loss_mask` float32 [samples, seq_len] and the ids, from what `finish` returns.
+
+    `training.batches.expand` does the same on the devices.
+    """
+    text = samples["text"].astype(np.int32, copy=False)
+    tokens, labels = text[:, :-1], text[:, 1:]
+    mask = samples.get("loss_mask")
+    loss_mask = full_mask(tokens.shape) if mask is None else mask.astype(np.float32)
+    arrays = {name: values for name, values in samples.items() if name != "text"}
+    return {**arrays, "tokens": tokens, "labels": labels, "loss_mask": loss_mask}
 
 
 class GPTDataset:
@@ -157,10 +167,22 @@ class GPTDataset:
 
     def batch(self, numbers: np.ndarray) -> Sample:
         """Return the samples `numbers` (integer [samples]) as `__getitem__` does, stacked to [samples, seq_len]."""
-        return finish(self.texts(numbers), self._borders, self._pad_token, self.cut, not self.cut.drop_last_partial)
+        return plain(self.compact(numbers))
+
+    def compact(self, numbers: np.ndarray) -> Sample:
+        """Return the samples `numbers` (integer [samples]) in the form that goes to the devices, see `finish`."""
+        return finish(self.texts(numbers), self._borders, self._pad_token, self.cut)
+
+    @property
+    def text_dtype(self) -> np.dtype:
+        """The dtype of `texts`: uint16 if the corpus has it, else int32; unusual cuts need NO_PAD, and so int32."""
+        return np.dtype(np.uint16 if self.indexed.dtype == np.uint16 and self.cut == CUT else np.int32)
 
     def texts(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the tokens of samples: int32 [samples, seq_len + 1], without the 1 where `cut` has no extra token.
+        """Return the tokens of samples in new memory.
+
+        Returns:
+            `text_dtype` [samples, seq_len + 1], without the 1 where `cut` has no extra token.
 
         Raises:
             IndexError: no such sample.
@@ -171,16 +193,17 @@ class GPTDataset:
         rows = self.index.shuffle_index[numbers].astype(np.int64)
         begin, end = self.index.sample_index[rows], self.index.sample_index[rows + 1]
         starts, stops, counts = self._pieces(begin, end)
+        tokens = self.indexed.gather(starts, stops)
         # Wider ids are checked before they are narrowed: 2**32 + 1 must not pass as 1.
-        wide = np.int64 if self.indexed.dtype.itemsize > 4 else np.int32
-        text = np.empty((len(rows), self.seq_len + self.cut.extra_token), wide)
-        sizes = np.add.reduceat(stops - starts, np.cumsum(counts) - counts) if len(rows) else np.empty(0, np.int64)
-        if bool((sizes == text.shape[1]).all()):
-            self.indexed.gather(starts, stops, text.reshape(-1))
-            self._check_vocabulary(text)
-        else:
-            self._padded(starts, stops, counts, sizes, text)
-        return text.astype(np.int32, copy=False)
+        self._check_vocabulary(tokens)
+        tokens = tokens.astype(self.text_dtype, copy=False)
+        shape = (len(rows), self.seq_len + self.cut.extra_token)
+        if self.cut.drop_last_partial:
+            return tokens.reshape(shape)
+        text = np.full(shape, self._pad_token, self.text_dtype)
+        sizes = np.diff(np.cumsum(stops - starts)[np.cumsum(counts) - 1], prepend=0)
+        text[np.arange(shape[1]) < sizes[:, None]] = tokens  # padding behind the last sample of an epoch
+        return text
 
     def _pieces(self, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return where the samples between places of the sample index lie in `.bin`.
@@ -202,17 +225,6 @@ class GPTDataset:
         stops[last] = starts[last] + end[:, 1] + self.cut.extra_token
         starts[first] += begin[:, 1]
         return starts, stops, counts
-
-    def _padded(
-        self, starts: np.ndarray, stops: np.ndarray, counts: np.ndarray, sizes: np.ndarray, text: np.ndarray
-    ) -> None:
-        """Fill `text` sample by sample, with padding behind the last one of an epoch."""
-        text[:] = self._pad_token
-        after = np.cumsum(counts)
-        for row, (first, last) in enumerate(zip(after - counts, after, strict=True)):
-            filled = text[row, : sizes[row]]
-            self.indexed.gather(starts[first:last], stops[first:last], filled)
-            self._check_vocabulary(filled)
 
     def _index(
         self,
@@ -292,11 +304,10 @@ class GPTDataset:
 
     def _check_vocabulary(self, text: np.ndarray) -> None:
         """Refuse token ids the embedding has no row for: on an accelerator they would be clamped without a word."""
-        if not text.size:
-            return
-        low, high = int(text.min()), int(text.max())
         most = 2**31 - 1 if self._vocab_size is None else self._vocab_size - 1
-        if low < 0 or high > most:
+        # Read as unsigned, a negative id is larger than any that is allowed: one pass finds both.
+        if text.size and int(text.view(f"u{text.itemsize}").max()) > most:
+            low, high = int(text.min()), int(text.max())
             raise DataFileError(
                 f"{bin_path(self.indexed.prefix)} holds token id {low if low < 0 else high}, expected 0 .. {most}; fix:"
                 " the --tokenizer-type and --tokenizer-model (or --vocab-size) that the corpus was made with"
@@ -339,6 +350,7 @@ class MockGPTDataset:
         self._num_samples, self._seq_len = num_samples, seq_len
         self._period = min(self.PERIOD, vocab_size)
         self._key = [seed, split]
+        self._dtype = best_dtype(vocab_size)  # as a corpus would have it
         self._borders = borders
 
     def __len__(self) -> int:
@@ -351,11 +363,25 @@ class MockGPTDataset:
         Raises:
             IndexError: no such sample.
         """
+        return {name: values[0] for name, values in plain(self.compact(np.array([index]))).items()}
+
+    def compact(self, numbers: np.ndarray) -> Sample:
+        """Return the samples `numbers` (integer [samples]) in the form that goes to the devices, see `finish`.
+
+        Raises:
+            IndexError: no such sample.
+        """
+        text = np.empty((len(numbers), self._seq_len + 1), self._dtype)
+        for row, number in zip(text, numbers.tolist(), strict=True):
+            row[:] = self._text(number)
+        return finish(text, self._borders, NO_PAD)
+
+    def _text(self, index: int) -> np.ndarray:
+        """Return the tokens of a sample: integer [seq_len + 1]."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index}: expected 0 <= sample < {len(self)}")
         rng = np.random.RandomState([*self._key, index & 0xFFFFFFFF, index >> 32])
         start, stride = rng.randint(self._period), rng.randint(1, self.MAX_STRIDE + 1)
         text = (start + stride * np.arange(self._seq_len + 1)) % self._period
         noisy = rng.random_sample(len(text)) < self.NOISE
-        text = np.where(noisy, rng.randint(self._period, size=len(text)), text).astype(np.int32)
-        return {"tokens": text[:-1], "labels": text[1:], **self._borders.arrays(text[:-1])}
+        return np.where(noisy, rng.randint(self._period, size=len(text)), text)

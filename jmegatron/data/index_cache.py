@@ -60,7 +60,7 @@ def load_or_build(folder: str | os.PathLike[str], key: str, kind: type, build: C
         logger.warning("index cache %s cannot be made (%s): building the index without it", folder, error)
         return build()
     with folder_lock(folder):
-        stored = _load(folder, key, kind)
+        stored = _load(folder, key, kind, logging.DEBUG)  # what is wrong with it has been said
         if stored is not None:
             return stored
         index = build()
@@ -80,23 +80,28 @@ def _store(folder: Path, key: str, index: Any) -> None:
         logger.warning("index cache %s cannot be written (%s): going on without it", folder, error)
 
 
-def _load(folder: Path, key: str, kind: type) -> Any:
-    """Return the stored index, or None if it is not there or not whole."""
+def _load(folder: Path, key: str, kind: type, level: int = logging.WARNING) -> Any:
+    """Return the stored index, or None if it is not there or not whole, which is logged with `level`."""
     description_path = folder / f"{key}.json"
-    if not description_path.is_file():
+    try:
+        content = description_path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        logger.log(level, "index cache %s cannot be read (%s): building the index", description_path, error)
         return None
     try:
-        description = json.loads(description_path.read_bytes())
+        description = json.loads(content)
         arrays = {
             # A plain view of the map: indexing numpy's memmap class is several times slower.
             name: np.asarray(np.load(_array_path(folder, key, name), mmap_mode="r", allow_pickle=False))
             for name in _fields(kind)
         }
     except (OSError, ValueError, EOFError) as error:
-        logger.warning("index cache %s is damaged (%s): building the index again", description_path, error)
+        logger.log(level, "index cache %s is damaged (%s): building the index again", description_path, error)
         return None
     if description != {name: _describe(values) for name, values in arrays.items()}:
-        logger.warning("index cache %s does not match its checksums: building the index again", description_path)
+        logger.log(level, "index cache %s does not match its checksums: building the index again", description_path)
         return None
     return kind(*arrays.values())
 

@@ -220,7 +220,8 @@ def build_global_batch(
     """Return the global batch that begins at place `first` of the run, plus its `sample_ids`.
 
     Args:
-        dataset: the samples; a `batch` method, if it has one, is given all numbers at once.
+        dataset: the samples; a `compact` method, if it has one, is given all numbers at once and returns the form that
+            goes to the devices (`gpt_dataset.finish`).
         first: place of the first sample.
         global_batch_size: in sequences.
         order: which sample lies at each place; None: sample i at place i.
@@ -228,7 +229,7 @@ def build_global_batch(
     """
     places = first + (np.arange(global_batch_size, dtype=np.int64) if rows is None else rows.astype(np.int64))
     numbers = places if order is None else order.ids(places)
-    at_once = getattr(dataset, "batch", None)
+    at_once = getattr(dataset, "compact", None)
     if at_once is not None:
         batch = dict(at_once(numbers))
     else:

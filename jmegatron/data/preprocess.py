@@ -23,11 +23,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from jmegatron.data.indexed_dataset import IndexedDataset, best_dtype, bin_path
+from jmegatron.data.files import cannot_write
+from jmegatron.data.indexed_dataset import IndexedDataset, best_dtype, bin_path, idx_path
 from jmegatron.data.preprocess_encode import Counts, EncodeOptions
-from jmegatron.data.preprocess_input import Piece, find_input_files, find_pieces, has_keys, read_chunks, split_pieces
-from jmegatron.data.preprocess_output import CorpusWriter, part_folder, sole_writer
-from jmegatron.data.preprocess_workers import Job, encode_here, encode_in_workers
+from jmegatron.data.preprocess_input import TEXT, Piece, find_input_files, find_pieces, read_chunks, split_pieces
+from jmegatron.data.preprocess_output import CorpusWriter, check_output_prefix, part_folder, sole_writer
+from jmegatron.data.preprocess_workers import Job, encode_here, encode_in_workers, without_interrupts
 from jmegatron.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_settings
 from jmegatron.errors import UsageError
 
@@ -55,6 +56,7 @@ class PreprocessOptions:
         partitions: parts of the input that are worked on at the same time.
         log_interval: documents between two progress lines; 0 for none.
         skip_bad_lines: count lines that cannot be read instead of stopping at the first.
+        max_document_bytes: a document with more text is a line that cannot be read; None: no limit.
     """
 
     input: Sequence[str | os.PathLike[str]]
@@ -73,6 +75,7 @@ class PreprocessOptions:
     partitions: int = 1
     log_interval: int = 1000
     skip_bad_lines: bool = False
+    max_document_bytes: int | None = None
 
 
 @dataclass
@@ -100,23 +103,24 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
     """Write the corpora and return what came out; the final files appear only after everything went well.
 
     Raises:
-        UsageError: an option cannot be used, nothing matches `input`, the input holds no token, or another process
-            writes the same corpora.
+        UsageError: an option cannot be used, nothing matches `input`, the input holds no token or is one of the files
+            to write, or another process writes the same corpora.
         DataFileError: a file cannot be read, holds a bad line (without `skip_bad_lines`), or cannot be written.
     """
     tokenizer = _check_options(options)
-    files = find_input_files(options.input)
-    _check_keys(files, options.json_keys)
-    pieces = find_pieces(files)
+    pieces = find_pieces(find_input_files(options.input))
+    _check_keys(pieces, options.json_keys)
+    parts = split_pieces(pieces, options.partitions)
     prefix = Path(options.output_prefix)
     names = [f"{prefix}_{key}_document" for key in options.json_keys]
+    _check_not_input(pieces, names)
     _make_folder(prefix.parent)
     progress = _Progress(PreprocessReport(names), options.log_interval)
-    with sole_writer(prefix, names):
-        if options.partitions == 1:
+    with sole_writer(names):
+        if len(parts) == 1:
             _one_stream(pieces, options, tokenizer, names, progress.add)
         else:
-            _many_streams(split_pieces(pieces, options.partitions), options, tokenizer, names, progress.add)
+            _many_streams(parts, options, tokenizer, names, progress)
     progress.report.seconds = time.monotonic() - progress.started
     return progress.report
 
@@ -143,7 +147,9 @@ def _one_stream(
         def reserve(counts: Counts) -> list[int]:
             return [w.reserve(*c) for w, *c in zip(writers, counts.lengths, counts.sequences, strict=True)]
 
-        encode_options = EncodeOptions(tuple(options.json_keys), options.append_eod, options.skip_bad_lines, dtype)
+        encode_options = EncodeOptions(
+            tuple(options.json_keys), options.append_eod, options.skip_bad_lines, dtype, options.max_document_bytes
+        )
         settings = tokenizer_settings(options) | {"vocab_size": options.vocab_size}
         job = Job(settings, encode_options, tuple(writer.path for writer in writers))
         chunks = read_chunks(pieces, options.json_keys)
@@ -151,14 +157,15 @@ def _one_stream(
             encoded: Iterator[Counts] = encode_here(chunks, job, reserve, tokenizer)
         else:
             encoded = encode_in_workers(chunks, job, reserve, options.workers)
-        num_tokens = 0
+        num_tokens = num_bad = 0
         with contextlib.closing(encoded):  # type: ignore[type-var]
             for counts in encoded:
                 sizes = _sizes(counts)
                 num_tokens += sizes[1]
+                num_bad += sizes[3]
                 add(sizes)
         if num_tokens == 0 and not may_be_empty:
-            raise _no_token(len(pieces))
+            raise _no_token(len(pieces), num_bad)
         add((0, 0, 0, 0))  # the part of a run that was killed ends here, since nobody listens
         for writer in writers:
             writer.commit()
@@ -169,15 +176,19 @@ def _many_streams(
     options: PreprocessOptions,
     tokenizer: Tokenizer,
     names: Sequence[str],
-    add: Callable[[Sizes], None],
+    progress: "_Progress",
 ) -> None:
     """Write each part to corpora of its own, at the same time, and join them in order."""
-    folder = part_folder(Path(options.output_prefix))
-    folder.mkdir()
+    folder = part_folder(names)
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise cannot_write(folder, error) from error
     try:
         prefixes = [[str(folder / f"{part}_{key}") for key in range(len(names))] for part in range(len(parts))]
-        _run_parts(parts, options, prefixes, add)
-        _join(prefixes, names, tokenizer, sum(map(len, parts)))
+        _run_parts(parts, options, prefixes, progress.add)
+        if not _join(prefixes, names, tokenizer):
+            raise _no_token(len({piece.path for part in parts for piece in part}), progress.report.num_bad_lines)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -200,14 +211,15 @@ def _run_parts(
         for part, (pieces, names) in enumerate(zip(parts, prefixes, strict=True)):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_part_process, args=(theirs, pieces, options, names))
-            process.start()
+            with without_interrupts():
+                process.start()
+                running[ours] = (part, process)
             theirs.close()
-            running[ours] = (part, process)
-        while running and not failed:
+        # A part before the one that failed may hold an error as well; the first of the input is the one to report.
+        while running and (not failed or min(part for part, _ in running.values()) < min(failed)):
             for pipe in wait(list(running)):
                 assert isinstance(pipe, Connection)
                 _receive(pipe, running, failed, add)
-        # A part before the one that failed may hold an error as well; the first of the input is the one to report.
         if failed:
             raise failed[min(failed)]
     finally:
@@ -249,8 +261,8 @@ def _part_process(pipe: Connection, pieces: Sequence[Piece], options: Preprocess
         pipe.send(error)
 
 
-def _join(prefixes: Sequence[Sequence[str]], names: Sequence[str], tokenizer: Tokenizer, num_pieces: int) -> None:
-    """Append the corpora of all parts in order; each part goes as soon as it is copied."""
+def _join(prefixes: Sequence[Sequence[str]], names: Sequence[str], tokenizer: Tokenizer) -> bool:
+    """Append the corpora of all parts in order; each part goes as soon as it is copied. False if there is no token."""
     with ExitStack() as stack:
         writers = [stack.enter_context(CorpusWriter(name, best_dtype(tokenizer.vocab_size))) for name in names]
         num_tokens = 0
@@ -261,9 +273,10 @@ def _join(prefixes: Sequence[Sequence[str]], names: Sequence[str], tokenizer: To
                 writer.append(corpus)
                 bin_path(prefix).unlink()
         if num_tokens == 0:
-            raise _no_token(num_pieces)
+            return False
         for writer in writers:
             writer.commit()
+        return True
 
 
 # --------------------------------------------------------------------------------------------------------- progress
@@ -300,8 +313,9 @@ def _sizes(counts: Counts) -> Sizes:
     return len(counts.sequences[0]), tokens, counts.num_bytes, counts.num_bad_lines
 
 
-def _no_token(num_files: int) -> UsageError:
-    return UsageError(f"--input: {num_files} files hold no token; fix: check the files and --json-keys")
+def _no_token(num_files: int, num_bad: int) -> UsageError:
+    bad = f" ({num_bad} bad lines left out)" if num_bad else ""
+    return UsageError(f"--input: {num_files} files hold no token{bad}; fix: check the files and --json-keys")
 
 
 # ---------------------------------------------------------------------------------------------------------- options
@@ -314,6 +328,9 @@ def _check_options(options: PreprocessOptions) -> Tokenizer:
             f"got --workers {options.workers}, --partitions {options.partitions} and --log-interval "
             f"{options.log_interval}, expected at least 1, 1 and 0"
         )
+    if options.max_document_bytes is not None and options.max_document_bytes < 1:
+        raise UsageError(f"--max-document-bytes: got {options.max_document_bytes}, expected at least 1")
+    check_output_prefix(options.output_prefix)
     if not options.json_keys or len(set(options.json_keys)) != len(options.json_keys):
         raise UsageError(f"--json-keys: got {list(options.json_keys)}, expected different names, at least one")
     tokenizer = _tokenizer(options)
@@ -329,13 +346,22 @@ def _tokenizer(options: PreprocessOptions) -> Tokenizer:
     return build_tokenizer(**tokenizer_settings(options), vocab_size=options.vocab_size)
 
 
-def _check_keys(files: Sequence[Path], keys: Sequence[str]) -> None:
+def _check_keys(pieces: Sequence[Piece], keys: Sequence[str]) -> None:
     """Plain text has no keys to choose from."""
-    for path in files:
-        if len(keys) > 1 and not has_keys(path):
+    for piece in pieces:
+        if len(keys) > 1 and piece.kind == TEXT:
             raise UsageError(
-                f"--json-keys: got {list(keys)}, expected one key, since {path} is plain text without keys"
+                f"--json-keys: got {list(keys)}, expected one key, since {piece.path} is plain text without keys"
             )
+
+
+def _check_not_input(pieces: Sequence[Piece], names: Sequence[str]) -> None:
+    """Refuse to write over what is read."""
+    outputs = [str(path) for name in names for path in (bin_path(name), idx_path(name)) if os.path.exists(path)]
+    for piece in pieces:
+        for output in outputs:
+            if os.path.samefile(piece.path, output):
+                raise UsageError(f"--output-prefix: it would write over --input {piece.path}; fix: another name")
 
 
 def _make_folder(folder: Path) -> None:

@@ -33,6 +33,7 @@ class EncodeOptions(NamedTuple):
     append_eod: bool
     skip_bad_lines: bool
     dtype: np.dtype
+    max_document_bytes: int | None = None
 
 
 @dataclass
@@ -74,18 +75,51 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, options: EncodeOptions) -> 
     Raises:
         DataFileError: a document that cannot be read, unless `skip_bad_lines`; a file that cannot be read.
     """
-    counts = Counts()
-    columns = [_Texts() for _ in options.keys]
+    documents = []
+    num_bad = 0
     for at, document in _documents(chunk, options.keys):
-        values = _values_or_stop(chunk, at, document, options.keys, options.skip_bad_lines)
+        values = _values_or_stop(chunk, at, document, options.keys, options.skip_bad_lines, options.max_document_bytes)
         if values is None:
-            counts.num_bad_lines += 1
-            continue
-        counts.num_bytes += values[1]
-        for column, value in zip(columns, values[0], strict=True):
+            num_bad += 1
+        else:
+            documents.append((at, *values))
+    try:
+        return _encode_documents(documents, num_bad, tokenizer, options)
+    except DataFileError:  # which one it was, the batch does not say
+        good = [document for document in documents if _has_ids_or_stop(chunk, document, tokenizer, options)]
+        return _encode_documents(good, num_bad + len(documents) - len(good), tokenizer, options)
+
+
+_Document = tuple[int, list[Any], int]
+"""Place in the chunk, a value per JSON key, bytes of text."""
+
+
+def _encode_documents(
+    documents: Sequence[_Document], num_bad: int, tokenizer: Tokenizer, options: EncodeOptions
+) -> tuple[Counts, list[np.ndarray]]:
+    """Return what `encode_chunk` does."""
+    counts = Counts(num_bytes=sum(size for *_, size in documents), num_bad_lines=num_bad)
+    columns = [_Texts() for _ in options.keys]
+    for _, values, _ in documents:
+        for column, value in zip(columns, values, strict=True):
             column.add(value)
     tokens = [_encode_column(column, tokenizer, options, counts) for column in columns]
     return counts, tokens
+
+
+def _has_ids_or_stop(chunk: Chunk, document: _Document, tokenizer: Tokenizer, options: EncodeOptions) -> bool:
+    """Return whether the tokenizer takes the texts of a document; False means to leave it out."""
+    at, values, _ = document
+    try:
+        for value in values:
+            tokenizer.tokenize_batch([value] if isinstance(value, str) else value)
+    except DataFileError as error:
+        if options.skip_bad_lines:
+            return False
+        raise DataFileError(
+            f"--input {_place(chunk, at)}: {error}, or leave bad lines out with --skip-bad-lines"
+        ) from error
+    return True
 
 
 def read_texts(
@@ -109,17 +143,28 @@ def read_texts(
 
 
 def _values_or_stop(
-    chunk: Chunk, at: int, document: dict[str, Any] | ValueError, keys: Sequence[str], skip_bad_lines: bool
+    chunk: Chunk,
+    at: int,
+    document: dict[str, Any] | ValueError,
+    keys: Sequence[str],
+    skip_bad_lines: bool,
+    max_bytes: int | None = None,
 ) -> tuple[list[Any], int] | None:
     """Return the texts of each key and their bytes; None for a document to be left out."""
     try:
         if isinstance(document, ValueError):
             raise document
-        return _check_values(document, keys)
+        values, size = _check_values(document, keys)
+        if max_bytes is not None and size > max_bytes:
+            raise ValueError(f"{size} bytes of text, expected at most {max_bytes}, see --max-document-bytes")
+        return values, size
     except ValueError as error:
         if skip_bad_lines:
             return None
-        raise DataFileError(_bad_document(chunk, at, str(error))) from None
+        raise DataFileError(
+            f"--input {_place(chunk, at)}: {error}; fix: repair the document, or leave bad lines out with "
+            "--skip-bad-lines"
+        ) from None
 
 
 # --------------------------------------------------------------------------------------------------------- parsing
@@ -215,16 +260,14 @@ def _check_values(document: dict[str, Any], keys: Sequence[str]) -> tuple[list[A
     return values, size
 
 
-def _bad_document(chunk: Chunk, at: int, problem: str) -> str:
-    """Return the message for a document that cannot be read."""
+def _place(chunk: Chunk, at: int) -> str:
+    """Return where a document is to be found."""
     if chunk.texts:
-        where = chunk.texts[at]
-    elif chunk.rows is not None:
-        where = f"{chunk.path}, row {chunk.first + at}"
-    else:
-        before = lines_before(chunk.path, chunk.first) + 1 if chunk.lines is None else chunk.first
-        where = f"{chunk.path}, line {before + at}"
-    return f"--input {where}: {problem}; fix: repair the document, or leave bad lines out with --skip-bad-lines"
+        return chunk.texts[at]
+    if chunk.rows is not None:
+        return f"{chunk.path}, row {chunk.first + at}"
+    before = lines_before(chunk.path, chunk.first) + 1 if chunk.lines is None else chunk.first
+    return f"{chunk.path}, line {before + at}"
 
 
 # ------------------------------------------------------------------------------------------------------ tokenising

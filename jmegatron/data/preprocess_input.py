@@ -1,16 +1,22 @@
 """What preprocessing reads: files found and cut into chunks of two megabytes (no communication).
 
-    .jsonl, .json       a document a line; cut by bytes, and the worker reads its range itself
-    .jsonl.gz, .zst     the same, but unpacked by one process, which hands blocks of whole lines on
-    .parquet            a document a row (needs pyarrow)
-    .txt, .md and so on  a document a file (also .gz, .zst), several small files a chunk
+    .jsonl, .ndjson, .json    a document a line; cut by bytes, and the worker reads its range itself
+    the same with .gz, .zst   unpacked by one process, which hands blocks of whole lines on
+    a pipe, /dev/stdin        JSON lines, read by one process as well, unless it is named .txt and so on
+    .parquet                  a document a row (needs pyarrow)
+    .txt, .md, .py, .rst      a document a file (also .gz, .zst), several small files a chunk
+    any other ending          JSON lines if the first line is an object, else a document; which of them is logged
 
-A line belongs to the range that holds its first byte, so ranges can be cut anywhere.
+Upper and lower case make no difference. A line belongs to the range that holds its first byte, so ranges can be cut
+anywhere.
 """
 
 import glob
 import gzip
 import importlib
+import io
+import json
+import logging
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,27 +25,38 @@ from typing import Any, NamedTuple
 
 from jmegatron.errors import DataFileError, UsageError
 
+logger = logging.getLogger(__name__)
+
 StrPath = str | os.PathLike[str]
 
-PARQUET_ENDING = ".parquet"
+JSON_LINES, PARQUET, TEXT = "json", "parquet", "text"
 _PACKED = (".gz", ".zst")
-_JSON = (".jsonl", ".json")
-_TEXT = (".txt", ".md", ".py", ".rst")
-_JSON_ENDINGS = _JSON + tuple(ending + packed for ending in _JSON for packed in _PACKED)
-_TEXT_ENDINGS = _TEXT + tuple(f".txt{packed}" for packed in _PACKED)
-_ENDINGS = (*_JSON_ENDINGS, *_TEXT_ENDINGS, PARQUET_ENDING)
+_ENDINGS = {
+    ".jsonl": JSON_LINES,
+    ".ndjson": JSON_LINES,
+    ".json": JSON_LINES,
+    ".parquet": PARQUET,
+    ".txt": TEXT,
+    ".md": TEXT,
+    ".py": TEXT,
+    ".rst": TEXT,
+}
+_CORPUS_ENDINGS = (".bin", ".idx")
 
 CHUNK_BYTES = 1 << 21
 _CHUNK_ROWS = 1024
 _CHUNK_FILES = 64
+_PACKED_BYTES = 1 << 14
+_MOST_SNIFFED = 1 << 26
 
 
 class Piece(NamedTuple):
-    """Bytes `begin` .. `end` - 1 of a file; all of it where it can only be read as a whole."""
+    """Bytes `begin` .. `end` - 1 of a file of a kind; all of it where it can only be read as a whole."""
 
     path: str
     begin: int
     end: int
+    kind: str = JSON_LINES
 
 
 class Chunk(NamedTuple):
@@ -73,18 +90,22 @@ class Chunk(NamedTuple):
 def find_input_files(inputs: Sequence[StrPath]) -> list[Path]:
     """Return the files that files, patterns and folders name: sorted within each, none twice.
 
-    Folders are searched to the bottom for files with a known ending.
+    Folders are searched to the bottom for files with a known ending; links to folders are not followed.
 
     Raises:
         UsageError: one of them names nothing.
+        DataFileError: a file or a folder inside one cannot be reached.
     """
     found: dict[Path, None] = {}
-    for given in inputs:
-        matches = _expand(os.fspath(given))
+    for given in [os.fspath(given) for given in inputs]:
+        try:
+            matches = _expand(given) if given else []
+        except OSError as error:
+            raise _unreadable(error.filename or given, error) from error
         if not matches:
             raise UsageError(
-                f"--input {given}: no such file, no match, or a folder without files that end in "
-                f"{', '.join(_ENDINGS)}; fix: check the path, put patterns in quotes"
+                f"--input {given or repr(given)}: no such file, no match, or a folder without files that end in "
+                f"{', '.join(_ENDINGS)} (also .gz, .zst); fix: check the path, put patterns in quotes"
             )
         found.update(dict.fromkeys(matches))
     return list(found)
@@ -93,38 +114,110 @@ def find_input_files(inputs: Sequence[StrPath]) -> list[Path]:
 def _expand(given: str) -> list[Path]:
     path = Path(given)
     if path.is_dir():
-        return sorted(p for p in path.rglob("*") if p.name.endswith(_ENDINGS) and p.is_file())
+        return sorted(path for path in _walk(given) if _kind_of_name(path.name) and path.is_file())
     if path.exists():
         return [path]
     return sorted(Path(match) for match in glob.glob(given, recursive=True) if Path(match).is_file())
 
 
-def has_keys(path: StrPath) -> bool:
-    """Return whether the documents of a file are objects with keys; plain text is not."""
-    return os.fspath(path).endswith((*_JSON_ENDINGS, PARQUET_ENDING))
+def _walk(folder: str) -> Iterator[Path]:
+    """Yield what lies in a folder, to the bottom; a folder that cannot be read is an error, not an empty one."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    for base, _, names in os.walk(folder, onerror=stop):
+        yield from (Path(base, name) for name in names)
 
 
 def find_pieces(files: Iterable[Path]) -> list[Piece]:
     """Return each file as one piece.
 
     Raises:
-        DataFileError: a file cannot be reached, or a library that reads it is not installed.
+        UsageError: a library that reads a file is not installed, or a file is no text.
+        DataFileError: a file cannot be reached.
     """
     pieces = []
     for path in files:
         _require_reader(path.name)
         try:
-            pieces.append(Piece(str(path), 0, path.stat().st_size))
+            # A file behind /dev/stdin has a name of its own, which is the one that other processes know.
+            name = str(path.resolve() if _is_descriptor(str(path)) and path.is_file() else path)
+            pieces.append(Piece(name, 0, path.stat().st_size, _kind(name)))
         except OSError as error:
             raise _unreadable(str(path), error) from error
     return pieces
+
+
+def _is_descriptor(path: str) -> bool:
+    """Return whether a path means something else in another process, as /dev/stdin and /dev/fd/63 do."""
+    return path.startswith(("/dev/", "/proc/"))
+
+
+def _kind_of_name(name: str) -> str | None:
+    """Return the kind of file that a name ends in, None if it is unknown."""
+    root, ending = os.path.splitext(name.lower())
+    kind = _ENDINGS.get(ending)
+    if ending in _PACKED:
+        kind = _ENDINGS.get(os.path.splitext(root)[1])
+        return kind if kind != PARQUET else None
+    return kind
+
+
+def _kind(path: str) -> str:
+    """Return the kind of a file, by what it holds where its name does not say it."""
+    kind = _kind_of_name(os.path.basename(path))
+    if kind is None and path.lower().endswith(_CORPUS_ENDINGS):
+        raise UsageError(
+            f"--input {path}: a file of a corpus, expected text; fix: name the text, or join corpora with "
+            "scripts/merge_datasets.py"
+        )
+    if kind is None:
+        kind = _kind_of_content(path) if os.path.isfile(path) else JSON_LINES
+        logger.info(
+            "%s: the ending says nothing, so it is read as %s",
+            path,
+            "JSON lines" if kind == JSON_LINES else "one document of plain text",
+        )
+    return kind
+
+
+def _kind_of_content(path: str) -> str:
+    """Return JSON_LINES for a file whose first line that is not blank is an object, else TEXT."""
+    try:
+        with open_input(path) as file:
+            line = b"\n"
+            while line and not line.strip():
+                line = file.readline(_MOST_SNIFFED)
+    except Exception as error:
+        raise _unreadable(path, error) from error
+    line = line.removeprefix(b"\xef\xbb\xbf").strip()
+    if not line.startswith(b"{"):
+        return TEXT
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"--input {path}: the ending says nothing and the first line begins like a JSON object but is none "
+            f"({error}); fix: name it .jsonl for a document a line, or .txt for plain text"
+        ) from error
+    return JSON_LINES
 
 
 def split_pieces(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
     """Cut the pieces into `parts` runs of about as many bytes each, in order; some may be empty.
 
     Files that can only be read as a whole go to the part that their first byte falls into.
+
+    Raises:
+        UsageError: one of several parts would be a pipe that only this process has.
     """
+    private = [piece.path for piece in pieces if _is_descriptor(piece.path)]
+    if parts > 1 and private:
+        raise UsageError(
+            f"--partitions: got {parts} with {private[0]}, which one process reads; fix: leave --partitions out, or "
+            "put the text into a file"
+        )
     total = sum(piece.end - piece.begin for piece in pieces)
     cuts = [total * part // parts for part in range(parts + 1)]
     cuts[-1] += 1  # so that an empty file at the end belongs somewhere
@@ -144,7 +237,8 @@ def split_pieces(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
 
 
 def _is_range(piece: Piece) -> bool:
-    return piece.path.endswith(_JSON) and os.path.isfile(piece.path)
+    packed = piece.path.lower().endswith(_PACKED)
+    return piece.kind == JSON_LINES and not packed and os.path.isfile(piece.path)
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -159,7 +253,7 @@ def read_chunks(pieces: Iterable[Piece], keys: Sequence[str]) -> Iterator[Chunk]
     texts: list[str] = []
     size = 0
     for piece in pieces:
-        if not has_keys(piece.path):
+        if piece.kind == TEXT:
             texts.append(piece.path)
             size += piece.end
             if size < CHUNK_BYTES and len(texts) < _CHUNK_FILES:
@@ -167,14 +261,14 @@ def read_chunks(pieces: Iterable[Piece], keys: Sequence[str]) -> Iterator[Chunk]
         if texts:
             yield Chunk(texts[0], texts=tuple(texts))
             texts, size = [], 0
-        if has_keys(piece.path):
+        if piece.kind != TEXT:
             yield from _keyed_chunks(piece, keys)
     if texts:
         yield Chunk(texts[0], texts=tuple(texts))
 
 
 def _keyed_chunks(piece: Piece, keys: Sequence[str]) -> Iterator[Chunk]:
-    if piece.path.endswith(PARQUET_ENDING):
+    if piece.kind == PARQUET:
         yield from _parquet_chunks(piece.path, keys)
     elif _is_range(piece):
         for begin in range(piece.begin, piece.end, CHUNK_BYTES):
@@ -263,18 +357,60 @@ def read_text_file(path: str) -> bytes:
 
 def open_input(path: str) -> Any:
     """Open a file for reading, unpacking `.gz` and `.zst`."""
-    if path.endswith(".gz"):
+    if path.lower().endswith(".gz"):
         return gzip.open(path, "rb")
-    if path.endswith(".zst"):
-        # One frame after the other, as gzip does with its members.
-        return importlib.import_module("zstandard").open(path, "rb")
+    if path.lower().endswith(".zst"):
+        return io.BufferedReader(_ZstReader(open(path, "rb")), CHUNK_BYTES)
     return open(path, "rb")
+
+
+class _ZstReader(io.RawIOBase):
+    """The text of a .zst file, one frame after the other, as gzip does with its members.
+
+    The library's own reader takes a file that is cut short for a whole one, and reads no lines.
+    """
+
+    def __init__(self, file: io.BufferedIOBase):
+        self._library = importlib.import_module("zstandard")
+        self._file = file
+        self._frame: Any = None
+        self._packed = b""
+        self._text = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer and return how many bytes there were; 0 at the end.
+
+        Raises:
+            EOFError: the file ends inside a frame.
+        """
+        while not self._text:
+            self._packed = self._packed or self._file.read(_PACKED_BYTES)
+            if not self._packed and self._frame is None:
+                return 0
+            if not self._packed:
+                raise EOFError("the file is cut short")
+            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+            self._text = memoryview(self._frame.decompress(self._packed))
+            self._packed = self._frame.unused_data if self._frame.eof else b""
+            self._frame = None if self._frame.eof else self._frame
+        size = min(len(buffer), len(self._text))
+        buffer[:size], self._text = self._text[:size], self._text[size:]
+        return size
 
 
 def _require_reader(name: str) -> None:
     """Refuse a file whose library is not installed, before anything is written."""
-    for ending, package in ((".zst", "zstandard"), (PARQUET_ENDING, "pyarrow")):
-        if not name.endswith(ending):
+    for ending, package in ((".zst", "zstandard"), (".parquet", "pyarrow")):
+        if not name.lower().endswith(ending):
             continue
         try:
             importlib.import_module(package)
@@ -293,4 +429,7 @@ def _unreadable(path: str, error: Exception) -> Exception:
     )
     if not known:
         return error
-    return DataFileError(f"--input {path} cannot be read: {error}; fix: copy or compress it again")
+    if isinstance(error, PermissionError):
+        return DataFileError(f"--input {path} cannot be read: {error.strerror}; fix: check the permissions")
+    reason = str(error) or type(error).__name__
+    return DataFileError(f"--input {path} cannot be read: {reason}; fix: copy or compress it again")

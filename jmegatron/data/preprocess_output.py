@@ -16,9 +16,11 @@ from types import TracebackType
 
 import numpy as np
 
-from jmegatron.data.files import AtomicFile
-from jmegatron.data.indexed_dataset import IndexedDataset, bin_path, commit_pair
+from jmegatron.data.files import AtomicFile, cannot_write
+from jmegatron.data.indexed_dataset import IndexedDataset, bin_path, commit_pair, idx_path
 from jmegatron.errors import DataFileError, UsageError
+
+StrPath = str | os.PathLike[str]
 
 _COPY_BYTES = 1 << 24
 
@@ -33,7 +35,7 @@ class CorpusWriter:
         dtype: type of the token ids.
 
     Raises:
-        DataFileError: the folder cannot be written to.
+        DataFileError: the folder cannot be written to, or later: the disk is full.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype):
@@ -42,6 +44,7 @@ class CorpusWriter:
         # Arrays of machine integers: 4 and 8 bytes an entry where a list would take some 40.
         self._lengths = array("i")
         self._marks = array("q", [0])
+        self._modes = array("b")
         self._num_bytes = 0
         self._committed = False
         self._bin = AtomicFile(bin_path(prefix))
@@ -77,21 +80,41 @@ class CorpusWriter:
         return place
 
     def append(self, corpus: IndexedDataset) -> None:
-        """Append a whole corpus of the same dtype."""
+        """Append a whole corpus of the same dtype, with its modes if it has some; then all that follow must have some.
+
+        Raises:
+            DataFileError: it cannot be read, or the disk is full.
+        """
         marks = np.diff(corpus.document_indices)
         place = self.reserve(np.asarray(corpus.sequence_lengths), marks)
-        self._bin.handle.seek(place)
-        with open(bin_path(corpus.prefix), "rb") as source:
-            shutil.copyfileobj(source, self._bin.handle, _COPY_BYTES)
+        if corpus.sequence_modes is not None:
+            self._modes.frombytes(corpus.sequence_modes.tobytes())
+        try:
+            self._bin.handle.seek(place)
+            with open(bin_path(corpus.prefix), "rb") as source:
+                shutil.copyfileobj(source, self._bin.handle, _COPY_BYTES)
+        except OSError as error:
+            raise DataFileError(
+                f"copying {bin_path(corpus.prefix)} to {self._bin.path} stopped: {error.strerror or error}; expected a "
+                "file that can be read and room for all corpora together; fix: make room, or choose another folder"
+            ) from error
 
     def commit(self) -> None:
         """Write the index and give both files their final names.
 
         An older corpus of the same name is taken apart first and `.idx` comes last, so that a process killed here
         leaves no pair of files that do not belong together.
+
+        Raises:
+            DataFileError: the disk is full.
         """
         lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
-        commit_pair(self.prefix, self._bin, self.dtype, lengths, np.frombuffer(self._marks, dtype=np.int64))
+        marks = np.frombuffer(self._marks, dtype=np.int64)
+        modes = np.frombuffer(self._modes, dtype=np.int8) if self._modes else None
+        try:
+            commit_pair(self.prefix, self._bin, self.dtype, lengths, marks, modes)
+        except OSError as error:
+            raise cannot_write(idx_path(self.prefix), error) from error
         self._committed = True
 
 
@@ -114,46 +137,96 @@ class TokenFiles:
                     written = os.pwrite(file, left, place)
                     left, place = left[written:], place + written
             except OSError as error:
-                raise DataFileError(
-                    f"--output-prefix: writing stopped: {error.strerror or error}; expected room for 2 or 4 bytes a "
-                    "token; fix: make room, or choose another folder"
-                ) from error
+                raise _writing_stopped(error) from error
 
     def close(self) -> None:
-        """Close the files."""
-        for file in self._files:
-            os.close(file)
+        """Close the files.
+
+        Raises:
+            DataFileError: the system says only now that the disk is full, as some network file systems do.
+        """
+        while self._files:
+            try:
+                os.close(self._files.pop())
+            except OSError as error:
+                raise _writing_stopped(error) from error
+
+
+def _writing_stopped(error: OSError) -> DataFileError:
+    return DataFileError(
+        f"--output-prefix: writing stopped: {error.strerror or error}; expected room for 2 or 4 bytes a token; fix: "
+        "make room, or choose another folder"
+    )
+
+
+def check_output_prefix(prefix: StrPath) -> None:
+    """Refuse an output prefix without a file name.
+
+    Raises:
+        UsageError: it is empty or names a folder.
+    """
+    if os.path.basename(os.fspath(prefix)) in ("", ".", ".."):
+        raise UsageError(
+            f"--output-prefix: got {os.fspath(prefix)!r}, expected a path that ends in the start of a file name; fix: "
+            "for example data/docs"
+        )
+
+
+def open_corpus(prefix: str) -> IndexedDataset:
+    """Return a corpus that a script was given with `--input`.
+
+    Raises:
+        DataFileError: a file of it is missing, damaged, or cannot be read.
+    """
+    try:
+        return IndexedDataset(prefix)
+    except DataFileError as error:
+        raise DataFileError(str(error).replace("--data-path", "--input")) from error
+    except OSError as error:
+        raise DataFileError(
+            f"--input {prefix}: its files cannot be read: {error.strerror or error}; fix: check their permissions and "
+            "those of their folder"
+        ) from error
 
 
 @contextlib.contextmanager
-def sole_writer(prefix: Path, names: Sequence[str]) -> Iterator[None]:
+def sole_writer(names: Sequence[str]) -> Iterator[None]:
     """Keep other processes from writing the same corpora while the block runs, and sweep what a killed run left.
 
-    The system drops the lock when its holder dies. Where locks are not possible (some network file systems) the block
+    Everything that writes a corpus takes the lock of its final name, a hidden file beside it, whatever program it is.
+    The system drops the locks when their holder dies. Where they are not possible (some network file systems) the block
     runs without, and nothing is swept.
 
     Args:
-        prefix: `--output-prefix`; the lock is a hidden file beside it.
         names: paths of the corpora without `.bin` and `.idx`.
 
     Raises:
-        UsageError: another process holds the lock.
+        UsageError: another process holds one of the locks.
     """
-    path = prefix.with_name(f".{prefix.name}.lock")
-    lock = _try_lock(path, prefix)
+    with contextlib.ExitStack() as stack:
+        for name in map(Path, names):
+            if _lock(stack, name):
+                _sweep(name)
+        yield
+
+
+def _lock(stack: contextlib.ExitStack, name: Path) -> bool:
+    """Hold the lock of a corpus until the stack ends; return False where locks are not possible."""
+    path = name.with_name(f".{name.name}.lock")
+    lock = _try_lock(path, name)
     if lock is None:
-        yield
-        return
-    try:
-        _sweep(prefix, names)
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()  # still locked: nobody can have taken it meanwhile
-        os.close(lock)
+        return False
+    stack.callback(os.close, lock)
+    stack.callback(_remove, path)  # before that, still locked: nobody can have taken it meanwhile
+    return True
 
 
-def _try_lock(path: Path, prefix: Path) -> int | None:
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _try_lock(path: Path, name: Path) -> int | None:
     """Return the descriptor of the locked file, None where locks are not possible."""
     while True:
         try:
@@ -168,25 +241,26 @@ def _try_lock(path: Path, prefix: Path) -> int | None:
         except BlockingIOError:
             os.close(lock)
             raise UsageError(
-                f"--output-prefix {prefix}: another process is writing there; fix: wait for it, or choose another one"
+                f"--output-prefix: another process is writing there ({name}); fix: wait for it, or choose another one"
             ) from None
         except OSError:
             os.close(lock)
             return None
 
 
-def part_folder(prefix: Path) -> Path:
-    """Return a hidden folder for the parts of `--partitions`."""
-    return prefix.with_name(f".{prefix.name}.{os.getpid()}.parts")
+def part_folder(names: Sequence[str]) -> Path:
+    """Return a hidden folder for the parts of `--partitions`; it belongs to the first corpus."""
+    first = Path(names[0])
+    return first.with_name(f".{first.name}.{os.getpid()}.parts")
 
 
-def _sweep(prefix: Path, names: Sequence[str]) -> None:
-    """Remove temporary files and folders of runs that were killed."""
-    finals = "|".join(re.escape(Path(name).name) for name in names)
-    temporary = re.compile(rf"\.({finals})\.(bin|idx)\.\d+\.[0-9a-f]+\.tmp")
-    parts = re.compile(rf"\.{re.escape(prefix.name)}\.\d+\.parts")
-    for path in prefix.parent.iterdir():
-        if temporary.fullmatch(path.name):
-            path.unlink(missing_ok=True)
-        elif parts.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+def _sweep(name: Path) -> None:
+    """Remove temporary files and folders of runs that were killed; the lock of the corpus must be held."""
+    temporary = re.compile(rf"\.{re.escape(name.name)}\.(bin|idx)\.\d+\.[0-9a-f]+\.tmp")
+    parts = re.compile(rf"\.{re.escape(name.name)}\.\d+\.parts")
+    with contextlib.suppress(OSError):  # a folder that cannot be listed
+        for path in name.parent.iterdir():
+            if temporary.fullmatch(path.name):
+                _remove(path)
+            elif parts.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)

@@ -13,8 +13,10 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -64,8 +66,11 @@ def encode_in_workers(chunks: Iterable[Chunk], job: Job, reserve: Reserve, num_w
     """
     # spawn: a fork of a process with threads (the tokenizer's) can hang.
     context = multiprocessing.get_context("spawn")
-    team = [_Worker.start(context, job) for _ in range(num_workers)]
+    team: list[_Worker] = []
     try:
+        for _ in range(num_workers):
+            with without_interrupts():
+                team.append(_Worker.start(context, job))
         yield from _run(iter(chunks), team, reserve)
         for worker in team:
             worker.send(None)
@@ -92,6 +97,8 @@ def _run(chunks: Iterator[Chunk], team: Sequence["_Worker"], reserve: Reserve) -
             chunk = next(chunks, None)
         for worker in _with_messages(team):
             number, counts = worker.receive()
+            if number < placed and isinstance(counts, Exception):  # in writing a chunk, or before the first one
+                raise counts
             worker.running -= 1
             arrived[number] = worker, counts
         while placed in arrived:
@@ -161,9 +168,29 @@ class _Worker:
         return UsageError("--workers: a worker process died, perhaps for want of memory; fix: fewer workers")
 
 
+@contextlib.contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Let processes that start in the block take no Ctrl-C, from their first instruction on: the parent ends them.
+
+    One that comes during the block waits for its end: half started, a process would end with a traceback.
+    """
+    resource_tracker.ensure_running()  # starting it would let the signal through again
+    came: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if in_main else None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # processes inherit this, not the handler
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if in_main:
+            signal.signal(signal.SIGINT, handler)
+    if came:
+        signal.raise_signal(signal.SIGINT)
+
+
 def _work(pipe: Connection, job: Job) -> None:
     """Be a worker until the parent says None or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
     _keep_freed_memory()
     number = -1
@@ -199,6 +226,7 @@ def _report(pipe: Connection, number: int, error: Exception) -> None:
     plain: Exception = error
     if type(error).__init__ is not Exception.__init__ and not isinstance(error, UsageError):
         plain = RuntimeError(f"{type(error).__name__}: {error}")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, EOFError):
         pipe.send((number, plain))
-        pipe.recv()  # keep the pipe open until the parent has read it
+        while True:  # keep the pipe open until the parent has read it and closes its end
+            pipe.recv()

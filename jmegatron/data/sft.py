@@ -344,6 +344,23 @@ class SFTDataset:
         sample["segment_ids"][rest] = end - begin
         return sample
 
+    def compact(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the samples `numbers` (integer [samples]) in the form that goes to the devices.
+
+        A conversation's last token is no input, so that labels are no shifted tokens: they are an array of their own.
+
+        Returns:
+            `text` (the tokens), `labels`, `position_ids`, `segment_ids` int32 and `loss_mask` bool [samples, seq_len].
+
+        Raises:
+            IndexError: no such sample.
+            DataFileError: the file has changed.
+        """
+        samples = [self[number] for number in numbers.tolist()]
+        stacked = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+        text, loss_mask = stacked.pop("tokens"), stacked.pop("loss_mask").astype(bool)
+        return {"text": text, "loss_mask": loss_mask, **stacked}
+
     def _put(self, sample: dict[str, np.ndarray], place: int, segment: int, conversation: Encoded) -> int:
         """Write a conversation into a sample and return the place after it."""
         size = min(len(conversation.tokens) - 1, self._seq_len)

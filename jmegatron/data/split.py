@@ -22,7 +22,7 @@ def split_fractions(split: str) -> list[float]:
     """Return the cumulative fractions [0, f_1, f_2, f_3] of a split such as "969,30,1".
 
     Raises:
-        UsageError: not one to three numbers, a negative or infinite one, or all zero.
+        UsageError: not one to three numbers, a negative one, all zero, or an infinite sum.
     """
     weights = np.array(_parse_weights(split), dtype=np.float64)
     # numpy's sum, not Python's: from 3.12 on that one compensates rounding, and a bound could move by one sequence.
@@ -59,10 +59,10 @@ def _parse_weights(split: str) -> list[float]:
         weights = [float(part) for part in parts]
     except ValueError:
         weights = []
-    usable = all(math.isfinite(weight) and weight >= 0 for weight in weights) and sum(weights) > 0
+    usable = all(weight >= 0 for weight in weights) and 0 < sum(weights) < math.inf
     if not 1 <= len(weights) <= len(SPLIT_NAMES) or not usable:
         raise UsageError(
-            f"--split: got {split!r}, expected up to three weights of 0 or more for train, valid and test that are not "
-            f"all 0; fix: for example --split {DEFAULT_SPLIT}"
+            f"--split: got {split!r}, expected up to three weights of 0 or more for train, valid and test, not all 0 "
+            f"and with a finite sum; fix: for example --split {DEFAULT_SPLIT}"
         )
     return weights + [0.0] * (len(SPLIT_NAMES) - len(weights))

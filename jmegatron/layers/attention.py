@@ -15,11 +15,13 @@ its query heads use, and the gradient parts are summed over the axis once a step
 """
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Integer, Key
+from jaxtyping import Array, Float, Integer
 
 from jmegatron import random
 from jmegatron.collectives import axis_rank, axis_size, enter_region
@@ -30,20 +32,21 @@ from jmegatron.ops.rotary import apply_rotary
 from jmegatron.partition import Initializer, ParameterSpec, Tree, normal, zeros
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenContext:
-    """What a layer may need to know about the tokens it is given; whole sequence unless said."""
+    """What a layer may need to know about the tokens it is given; whole sequence unless said. A pytree."""
 
-    sample_ids: Integer[Array, "batch"]
-    """Place of each sequence in the run's stream of samples (dropout key)."""
-    token_index: Integer[Array, "seq"]
-    """Place of each token in the whole sequence (dropout key)."""
-    rotary: Float[Array, "#batch seq half"] | None = None
-    """Rotary angles, or None."""
-    dropout_key: Key[Array, ""] | None = None
-    """None: no dropout."""
-    segments: Integer[Array, "batch seq"] | None = None
-    """Tokens see only those of their own segment (packed documents); None: one segment."""
+    sample_ids: Any
+    """Unsigned [batch]: place of each sequence in the run's stream of samples (dropout key)."""
+    token_index: Any
+    """Integer [seq]: place of each token in the whole sequence (dropout key)."""
+    rotary: Any = None
+    """fp32 [batch or 1, seq, half]: rotary angles, or None."""
+    dropout_key: Any = None
+    """Key []; None: no dropout."""
+    segments: Any = None
+    """Integer [batch, seq]: tokens see only those of their own segment (packed documents); None: one segment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +67,8 @@ class AttentionSettings:
     dropout: float = 0.0
     """Of the probabilities."""
     backend: Backend = "unfused"
+    recompute: bool = False
+    """Compute scores, probabilities and their product with the values again in the backward (selective recompute)."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -178,7 +183,14 @@ def self_attention(
     dropout = _probability_dropout(context, settings, layer, query.shape[2], axis)
     segments = context.segments
     mask = None if segments is None else segments[:, :, None] == segments[:, None, :]
-    out = attention(query, key, value, causal=True, mask=mask, dropout=dropout, backend=settings.backend)
+
+    def core(query: Array, key: Array, value: Array, mask: Array | None) -> Array:
+        return attention(query, key, value, causal=True, mask=mask, dropout=dropout, backend=settings.backend)
+
+    if settings.recompute:
+        # Inside a scan nothing can merge the second computation with the first, so that no barrier is needed.
+        core = jax.checkpoint(core, prevent_cse=False)
+    out = core(query, key, value, mask)
     return row_parallel_linear(parameters["output"], out, axis=axis, sequence_parallel=sequence_parallel)
 
 

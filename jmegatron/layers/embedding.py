@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Integer
 
-from jmegatron.collectives import axis_rank, leave_region
+from jmegatron.collectives import Axes, axis_rank, leave_region
 from jmegatron.partition import Initializer, ParameterSpec, normal
 
 
@@ -35,10 +35,23 @@ def padded_rows(init: Initializer, num_real: int) -> Initializer:
 
 
 def vocab_parallel_embedding_specs(
-    padded_vocab_size: int, hidden_size: int, *, axis: str | None, init: Initializer | None = None
+    padded_vocab_size: int, hidden_size: int, *, axis: Axes, init: Initializer | None = None
 ) -> dict[str, ParameterSpec]:
-    """Returns the declaration of embedding [padded_vocab_size, hidden_size], rows divided over axis."""
+    """Returns the declaration of embedding [padded_vocab_size, hidden_size], rows divided over axis (or axes)."""
     return {"embedding": ParameterSpec((padded_vocab_size, hidden_size), P(axis, None), init or normal(0.02))}
+
+
+def vocab_parallel_lookup(
+    table: Float[Array, "rows_local hidden"], ids: Integer[Array, "*batch"], axis: Axes
+) -> Float[Array, "*batch hidden"]:
+    """Returns the rows of those ids that this rank holds, zeros for the others; to be summed over axis.
+
+    Communication: none. Rows are divided over the ranks of axis in their order.
+    """
+    rows_local = table.shape[0]
+    row = ids - axis_rank(axis) * rows_local
+    owned = (row >= 0) & (row < rows_local)
+    return jnp.where(owned[..., None], jnp.take(table, jnp.clip(row, 0, rows_local - 1), axis=0), 0)
 
 
 def vocab_parallel_embedding(
@@ -54,9 +67,5 @@ def vocab_parallel_embedding(
     of B, seq_out = seq / axis size), backward none (sequence_parallel: all-gather of B). Token ids must lie in the
     vocabulary (the data pipeline checks them): an id outside gives zeros.
     """
-    table = parameters["embedding"]
-    rows_local = table.shape[0]
-    row = tokens - axis_rank(axis) * rows_local
-    owned = (row >= 0) & (row < rows_local)
-    found = jnp.where(owned[..., None], jnp.take(table, jnp.clip(row, 0, rows_local - 1), axis=0), 0)
+    found = vocab_parallel_lookup(parameters["embedding"], tokens, axis)
     return leave_region(found, axis, sequence_parallel=sequence_parallel)

@@ -1,14 +1,19 @@
-"""GPT: embedding, transformer stack, final norm, output layer, loss. Talks on tp, through its layers.
+"""GPT: embedding, transformer stack, final norm, output layer, loss. Talks on tp through its layers, and on pp.
 
 Source: Megatron-LM models/gpt/gpt_model.py, models/common/embeddings/language_model_embedding.py.
 
-    embedding/word/embedding      [padded vocabulary, hidden]      rows over tp
-    embedding/position/embedding  [max positions, hidden]          learned positions only
-    layers/...                    stacked, see transformer.py
+    embedding/word/embedding      [padded vocabulary, hidden]      rows over (pp, tp)
+    embedding/position/embedding  [max positions, hidden]          learned positions only; rows over (pp, tp) if pp > 1
+    layers/...                    stacked, see transformer.py      layers over pp; [chunks, places, ...] with chunks
     final_norm/...                [hidden]
-    output/kernel                 [hidden, padded vocabulary]      columns over tp; absent when tied
+    output/kernel                 [hidden, padded vocabulary]      columns over (pp, tp); absent when tied
 
-The tree's shapes do not depend on the mesh (but for the vocabulary's padding, which `padded_vocab_size` fixes).
+Every stage of a pipeline holds and computes its share of the embedding and of the output layer, so that no stage
+carries them alone. `gpt_context`, `gpt_embed`, `gpt_layer` and `gpt_output_loss` are the parts that a pipeline runs;
+`gpt_hidden`, `gpt_loss` and `gpt_logits` put them together for one stage.
+
+The tree's shapes do not depend on the mesh, but for the vocabulary's padding, which `padded_vocab_size` fixes, and for
+the leading dims of stacked layers, which the pipeline's layout fixes.
 """
 
 import dataclasses
@@ -16,19 +21,39 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Integer, Key
 
 from jmegatron import partition, random
-from jmegatron.collectives import enter_region, own_slice
+from jmegatron.collectives import Axes, axis_rank, copy_to, enter_region, leave_region, own_slice, sum_over
 from jmegatron.layers.attention import TokenContext
 from jmegatron.layers.cross_entropy import linear_cross_entropy
-from jmegatron.layers.embedding import padded_rows, vocab_parallel_embedding, vocab_parallel_embedding_specs
+from jmegatron.layers.embedding import padded_rows, vocab_parallel_embedding_specs, vocab_parallel_lookup
 from jmegatron.layers.linear import matmul
 from jmegatron.layers.norm import norm, norm_specs
-from jmegatron.models.transformer import LayerSettings, TensorParallel, layer_specs, transformer_stack
+from jmegatron.models.transformer import LayerSettings, TensorParallel, layer_specs, stacked_layer, transformer_stack
 from jmegatron.ops.rotary import rotary_angles
 from jmegatron.partition import ParameterSpec, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineParallel:
+    """How the model is cut into the stages of a pipeline."""
+
+    axis: str | None = None
+    num_stages: int = 1
+    places: tuple[tuple[int, ...], ...] = ()
+    """Global layer number of each place of the stacked layers, [chunks, stages * layers of a chunk], -1: none; see
+    `PipelineLayout.places`. Empty: all layers in order on one stage."""
+
+    @property
+    def may_be_absent(self) -> bool:
+        """Whether a place may hold no layer."""
+        return any(layer < 0 for row in self.places for layer in row)
+
+
+ONE_STAGE = PipelineParallel()
 
 POSITIONS = ("learned_absolute", "rope", "none")
 
@@ -89,7 +114,13 @@ class Tokens:
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------
-def gpt_specs(settings: GPTSettings, parallel: TensorParallel) -> Tree:
+def vocab_axes(parallel: TensorParallel, pipeline: PipelineParallel = ONE_STAGE) -> Axes:
+    """Returns the mesh axes that divide the vocabulary: (pp, tp), or one of them, or None."""
+    axes = tuple(axis for axis in (pipeline.axis, parallel.axis) if axis is not None)
+    return axes if len(axes) > 1 else (axes[0] if axes else None)
+
+
+def gpt_specs(settings: GPTSettings, parallel: TensorParallel, pipeline: PipelineParallel = ONE_STAGE) -> Tree:
     """Returns the declarations of every parameter: the only place where shapes, axes and start values are stated.
 
     Start values as the reference's: N(0, std), output projections N(0, std / sqrt(2 num_layers)), biases 0, scales 1.
@@ -98,19 +129,20 @@ def gpt_specs(settings: GPTSettings, parallel: TensorParallel) -> Tree:
       ValueError: heads or vocabulary cannot be divided over the ranks.
     """
     s = settings
-    if s.padded_vocab_size % parallel.num_ranks:
+    ranks = parallel.num_ranks * pipeline.num_stages
+    if s.padded_vocab_size % ranks:
         raise ValueError(
-            f"padded_vocab_size {s.padded_vocab_size} must be divisible by the {parallel.num_ranks} tp ranks"
+            f"padded_vocab_size {s.padded_vocab_size} must be divisible by the {ranks} ranks of tp and pp together"
         )
+    axes = vocab_axes(parallel, pipeline)
     init = partition.normal(s.init_std)
     output_init = partition.normal(s.init_std / (2 * s.num_layers) ** 0.5)
     rows = padded_rows(init, s.vocab_size) if s.mask_padded_vocab else init
     per_layer = layer_specs(s.layer, parallel, kernel_init=init, output_init=output_init)
+    layers = np.asarray(pipeline.places) if pipeline.places else s.num_layers
     specs: Tree = {
-        "embedding": {
-            "word": vocab_parallel_embedding_specs(s.padded_vocab_size, s.hidden_size, axis=parallel.axis, init=rows)
-        },
-        "layers": partition.stack(per_layer, s.num_layers),
+        "embedding": {"word": vocab_parallel_embedding_specs(s.padded_vocab_size, s.hidden_size, axis=axes, init=rows)},
+        "layers": partition.stack(per_layer, layers, pipeline.axis),
         "final_norm": norm_specs(
             s.hidden_size,
             s.layer.normalization,
@@ -119,41 +151,202 @@ def gpt_specs(settings: GPTSettings, parallel: TensorParallel) -> Tree:
         ),
     }
     if s.position_embedding == "learned_absolute":
-        specs["embedding"]["position"] = {
-            "embedding": ParameterSpec(
-                (s.max_positions, s.hidden_size), P(None, None), init, parallel.norm_partial_axes
-            )
-        }
+        specs["embedding"]["position"] = {"embedding": _position_spec(s, parallel, pipeline, init)}
     if not s.tied:
         # Drawn as rows: a row's numbers then do not depend on how many rows of padding follow.
         columns = lambda key, shape, dtype: rows(key, shape[::-1], dtype).T  # noqa: E731
-        specs["output"] = {
-            "kernel": ParameterSpec((s.hidden_size, s.padded_vocab_size), P(None, parallel.axis), columns)
-        }
+        specs["output"] = {"kernel": ParameterSpec((s.hidden_size, s.padded_vocab_size), P(None, axes), columns)}
     return specs
 
 
-# ---- forward ------------------------------------------------------------------------------------------------------
-def _embed(
+def _position_spec(
+    s: GPTSettings, parallel: TensorParallel, pipeline: PipelineParallel, init: partition.Initializer
+) -> ParameterSpec:
+    shape = (s.max_positions, s.hidden_size)
+    if pipeline.axis is None:
+        return ParameterSpec(shape, P(None, None), init, parallel.norm_partial_axes)
+    axes = vocab_axes(parallel, pipeline)
+    if s.max_positions % (parallel.num_ranks * pipeline.num_stages) == 0:
+        return ParameterSpec(shape, P(axes, None), init)
+    # The first rank alone adds its rows, so that the others' gradients are zero.
+    return ParameterSpec(shape, P(None, None), init, (axes,) if isinstance(axes, str) else tuple(axes or ()))
+
+
+# ---- the parts ----------------------------------------------------------------------------------------------------
+def gpt_context(batch: Tokens, settings: GPTSettings, dropout_key: Key[Array, ""] | None = None) -> TokenContext:
+    """Returns what every layer needs to know of a micro-batch. Communication: none."""
+    token_index = jnp.arange(batch.tokens.shape[-1], dtype=jnp.int32)
+    rotary = None
+    if settings.position_embedding == "rope":
+        rotary = rotary_angles(
+            _positions(batch),
+            settings.rotary_dim,
+            base=settings.rotary_base,
+            interpolation_factor=settings.rotary_interpolation,
+        )
+    return TokenContext(batch.sample_ids, token_index, rotary, dropout_key, batch.segment_ids)
+
+
+def _positions(batch: Tokens) -> Array:
+    if batch.position_ids is not None:
+        return batch.position_ids
+    return jnp.arange(batch.tokens.shape[-1], dtype=jnp.int32)[None]
+
+
+def gpt_embed(
     parameters: Tree,
-    tokens: Array,
-    positions: Array,
-    context: TokenContext,
+    batch: Tokens,
     settings: GPTSettings,
     parallel: TensorParallel,
-) -> Array:
-    x = vocab_parallel_embedding(
-        parameters["word"], tokens, axis=parallel.axis, sequence_parallel=parallel.sequence_parallel
-    )
-    if "position" in parameters:
-        # After the reduce-scatter: each rank adds the positions of its own tokens only.
-        local = own_slice(positions, parallel.sequence_axis, 1)
-        x = x + jnp.take(parameters["position"]["embedding"], local, axis=0)
-    if context.dropout_key is not None:
-        key = random.site_key(context.dropout_key, 0, random.Site.EMBEDDING)
-        token_index = own_slice(context.token_index, parallel.sequence_axis, 0)
-        x = random.dropout(x, settings.layer.hidden_dropout, key, context.sample_ids, token_index)
+    pipeline: PipelineParallel = ONE_STAGE,
+    *,
+    dropout_key: Key[Array, ""] | None = None,
+) -> Float[Array, "batch seq_local hidden"]:
+    """Returns the input of the first layer, this rank's sequence shard under sequence parallelism; on every stage.
+
+    Communication, B = bytes of the whole result: over tp one all-reduce of B (sequence parallel: reduce-scatter); over
+    pp one all-reduce of the result (B / tp under sequence parallelism).
+
+    Args:
+      parameters: {"embedding": ...} of this rank.
+      batch: one micro-batch, the same on every stage.
+      settings: numbers of the model.
+      parallel: how layers are divided.
+      pipeline: how the model is cut into stages.
+      dropout_key: None: no dropout.
+    """
+    tables, positions, shard = parameters["embedding"], _positions(batch), parallel.sequence_parallel
+    axes = vocab_axes(parallel, pipeline)
+    x = vocab_parallel_lookup(tables["word"]["embedding"], batch.tokens, axes)
+    if pipeline.axis is not None:
+        if "position" in tables:
+            x = x + _own_positions(tables["position"]["embedding"], positions, settings, axes)
+        # First over tp: with sequence parallelism a 1 / tp part is left to sum over the stages.
+        x = sum_over(leave_region(x, parallel.axis, sequence_parallel=shard), pipeline.axis)
+    else:
+        x = leave_region(x, parallel.axis, sequence_parallel=shard)
+        if "position" in tables:
+            # After the reduce-scatter: each rank adds the positions of its own tokens only.
+            local = own_slice(positions, parallel.sequence_axis, 1)
+            x = x + jnp.take(tables["position"]["embedding"], local, axis=0)
+    if dropout_key is not None:
+        key = random.site_key(dropout_key, 0, random.Site.EMBEDDING)
+        token_index = own_slice(jnp.arange(batch.tokens.shape[-1], dtype=jnp.int32), parallel.sequence_axis, 0)
+        x = random.dropout(x, settings.layer.hidden_dropout, key, batch.sample_ids, token_index)
     return x
+
+
+def _own_positions(table: Array, positions: Array, settings: GPTSettings, axes: Axes) -> Array:
+    """Returns the part of the position embeddings that this rank adds before the sum over all ranks."""
+    if table.shape[0] != settings.max_positions:
+        return vocab_parallel_lookup(table, positions, axes)
+    return jnp.where(axis_rank(axes) == 0, jnp.take(table, positions, axis=0), 0)
+
+
+def gpt_layer(
+    parameters: Tree,
+    x: Float[Array, "batch seq_local hidden"],
+    context: TokenContext,
+    layer: Integer[Array, ""],
+    settings: GPTSettings,
+    parallel: TensorParallel,
+    pipeline: PipelineParallel = ONE_STAGE,
+) -> Float[Array, "batch seq_local hidden"]:
+    """Returns x after one layer. Communication: that of `stacked_layer`, over tp.
+
+    Args:
+      parameters: this rank's part of one layer.
+      x: see `gpt_embed`.
+      context: of the micro-batch.
+      layer: global layer number, -1: no layer.
+      settings: numbers of the model.
+      parallel: how layers are divided.
+      pipeline: how the model is cut into stages.
+    """
+    absent = pipeline.may_be_absent
+    return stacked_layer(parameters, x, context, settings.layer, parallel, layer, may_be_absent=absent)
+
+
+def gpt_output_loss(
+    parameters: Tree,
+    x: Float[Array, "batch seq_local hidden"],
+    batch: Tokens,
+    settings: GPTSettings,
+    parallel: TensorParallel,
+    pipeline: PipelineParallel = ONE_STAGE,
+) -> tuple[Float[Array, ""], Float[Array, "batch seq"]]:
+    """Returns (sum of weight x loss, fp32 loss of each token) from the last layer's output.
+
+    Communication: that of `linear_cross_entropy` over (pp, tp); backward an all-reduce of x over pp.
+
+    Args:
+      parameters: {"final_norm", "output"} of this rank, or {"final_norm", "embedding": {"word"}} when tied.
+      x: the last layer's output, the same on every stage.
+      batch: one micro-batch.
+      settings: numbers of the model.
+      parallel: how layers are divided.
+      pipeline: how the model is cut into stages.
+    """
+    kernel, transposed = _output_kernel(parameters, settings)
+    h = _final_norm(parameters, x, settings)
+    if pipeline.axis is not None:
+        # Before the gather over tp: backward then sums over the stages what the reduce-scatter over tp has left.
+        h = copy_to(h, pipeline.axis)
+    return linear_cross_entropy(
+        enter_region(h, parallel.axis, sequence_parallel=parallel.sequence_parallel),
+        kernel,
+        batch.labels,
+        batch.weights,
+        axis=vocab_axes(parallel, pipeline),
+        vocab_size=settings.loss_vocab_size,
+        label_smoothing=settings.label_smoothing,
+        transposed=transposed,
+    )
+
+
+def _final_norm(parameters: Tree, x: Array, settings: GPTSettings) -> Array:
+    return norm(
+        parameters["final_norm"],
+        x,
+        settings.layer.normalization,
+        eps=settings.layer.norm_eps,
+        zero_centered=settings.layer.zero_centered_norm,
+    )
+
+
+def _output_kernel(parameters: Tree, settings: GPTSettings) -> tuple[Array, bool]:
+    """Returns (kernel, transposed): the word embedding itself when tied."""
+    if settings.tied:
+        return parameters["embedding"]["word"]["embedding"], True
+    return parameters["output"]["kernel"], False
+
+
+def embed_parameters(parameters: Tree) -> Tree:
+    """Returns the sub-tree that `gpt_embed` takes."""
+    return {"embedding": parameters["embedding"]}
+
+
+def output_parameters(parameters: Tree, settings: GPTSettings) -> Tree:
+    """Returns the sub-tree that `gpt_output_loss` takes."""
+    if settings.tied:
+        kernel = {"embedding": {"word": parameters["embedding"]["word"]}}
+    else:
+        kernel = {"output": parameters["output"]}
+    return {"final_norm": parameters["final_norm"], **kernel}
+
+
+# ---- the whole model on one stage ---------------------------------------------------------------------------------
+def _last_layer(
+    parameters: Tree,
+    batch: Tokens,
+    settings: GPTSettings,
+    parallel: TensorParallel,
+    dropout_key: Key[Array, ""] | None,
+) -> Array:
+    x = gpt_embed(parameters, batch, settings, parallel, dropout_key=dropout_key)
+    layers = jnp.arange(settings.num_layers, dtype=jnp.int32)
+    context = gpt_context(batch, settings, dropout_key)
+    return transformer_stack(parameters["layers"], x, context, settings.layer, parallel, layers)
 
 
 def gpt_hidden(
@@ -182,35 +375,8 @@ def gpt_hidden(
       segments: tokens see only those of their own segment (packed documents); None: one segment.
       dropout_key: None: no dropout.
     """
-    token_index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    if positions is None:
-        positions = token_index[None]
-    rotary = None
-    if settings.position_embedding == "rope":
-        rotary = rotary_angles(
-            positions,
-            settings.rotary_dim,
-            base=settings.rotary_base,
-            interpolation_factor=settings.rotary_interpolation,
-        )
-    context = TokenContext(sample_ids, token_index, rotary, dropout_key, segments)
-    x = _embed(parameters["embedding"], tokens, positions, context, settings, parallel)
-    layers = jnp.arange(settings.num_layers, dtype=jnp.int32)
-    x = transformer_stack(parameters["layers"], x, context, settings.layer, parallel, layers)
-    return norm(
-        parameters["final_norm"],
-        x,
-        settings.layer.normalization,
-        eps=settings.layer.norm_eps,
-        zero_centered=settings.layer.zero_centered_norm,
-    )
-
-
-def _output_kernel(parameters: Tree, settings: GPTSettings) -> tuple[Array, bool]:
-    """Returns (kernel, transposed): the word embedding itself when tied."""
-    if settings.tied:
-        return parameters["embedding"]["word"]["embedding"], True
-    return parameters["output"]["kernel"], False
+    batch = Tokens(tokens, None, None, sample_ids, positions, segments)
+    return _final_norm(parameters, _last_layer(parameters, batch, settings, parallel, dropout_key), settings)
 
 
 def gpt_loss(
@@ -225,27 +391,8 @@ def gpt_loss(
 
     Communication: that of `gpt_hidden` and `linear_cross_entropy`, over tp.
     """
-    x = gpt_hidden(
-        parameters,
-        batch.tokens,
-        batch.sample_ids,
-        settings,
-        parallel,
-        positions=batch.position_ids,
-        segments=batch.segment_ids,
-        dropout_key=dropout_key,
-    )
-    kernel, transposed = _output_kernel(parameters, settings)
-    return linear_cross_entropy(
-        enter_region(x, parallel.axis, sequence_parallel=parallel.sequence_parallel),
-        kernel,
-        batch.labels,
-        batch.weights,
-        axis=parallel.axis,
-        vocab_size=settings.loss_vocab_size,
-        label_smoothing=settings.label_smoothing,
-        transposed=transposed,
-    )
+    x = _last_layer(parameters, batch, settings, parallel, dropout_key)
+    return gpt_output_loss(parameters, x, batch, settings, parallel)
 
 
 def gpt_logits(

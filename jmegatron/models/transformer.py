@@ -12,6 +12,7 @@ not grow with depth.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
@@ -53,6 +54,8 @@ class LayerSettings:
     norm_eps: float = 1e-5
     zero_centered_norm: bool = False
     hidden_dropout: float = 0.0
+    recompute: bool = False
+    """Keep a layer's input alone and compute the layer again in its backward (full recompute)."""
 
 
 def layer_specs(
@@ -148,6 +151,40 @@ def transformer_layer(
     return x + drop(y, random.Site.MLP_OUTPUT)
 
 
+def stacked_layer(
+    parameters: Tree,
+    x: Float[Array, "batch seq_local hidden"],
+    context: TokenContext,
+    settings: LayerSettings,
+    parallel: TensorParallel,
+    layer: Integer[Array, ""],
+    *,
+    may_be_absent: bool = False,
+) -> Float[Array, "batch seq_local hidden"]:
+    """Returns `transformer_layer`, computed again in its backward where the settings ask for that.
+
+    Communication: that of `transformer_layer`, its forward once more in the backward with full recompute.
+
+    Args:
+      parameters: of one layer.
+      x: see `transformer_layer`.
+      context: of the whole sequence.
+      settings: numbers of the layer.
+      parallel: how layers are divided.
+      layer: global layer number; -1 with `may_be_absent`: no layer, x passes.
+      may_be_absent: whether the number may be -1.
+    """
+
+    def one(parameters: Tree, x: Array, layer: Array, context: TokenContext) -> Array:
+        return transformer_layer(parameters, x, context, settings, parallel, layer)
+
+    if settings.recompute:
+        # Inside a scan nothing can merge the second computation with the first, so that no barrier is needed.
+        one = jax.checkpoint(one, prevent_cse=False)
+    y = one(parameters, x, layer, context)
+    return jnp.where(layer >= 0, y, x) if may_be_absent else y
+
+
 def transformer_stack(
     parameters: Tree,
     x: Float[Array, "batch seq_local hidden"],
@@ -156,7 +193,7 @@ def transformer_stack(
     parallel: TensorParallel,
     layer_index: Integer[Array, "layers"],
 ) -> Float[Array, "batch seq_local hidden"]:
-    """Returns x after the stacked layers, in order. Communication: that of `transformer_layer`, once a layer.
+    """Returns x after the stacked layers, in order. Communication: that of `stacked_layer`, once a layer.
 
     Args:
       parameters: `layer_specs` with a leading dim of `layers`.
@@ -169,6 +206,6 @@ def transformer_stack(
 
     def body(x: Array, scanned: tuple[Tree, Array]) -> tuple[Array, None]:
         layer_parameters, layer = scanned
-        return transformer_layer(layer_parameters, x, context, settings, parallel, layer), None
+        return stacked_layer(layer_parameters, x, context, settings, parallel, layer), None
 
     return lax.scan(body, x, (parameters, jnp.asarray(layer_index)))[0]

@@ -7,6 +7,7 @@ optax would see one rank's norm only.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -80,3 +81,10 @@ def state_shardings(
         parameter_shardings,
         transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
     )
+
+
+def map_parameters(
+    optimizer: optax.GradientTransformation, function: Callable[[Any, Any], Any], state: Any, specs: Tree
+) -> Any:
+    """Returns the optimizer's state with function(declaration, value) in place of what belongs to a parameter."""
+    return optax.tree.map_params(optimizer, lambda value, spec: function(spec, value), state, specs)

@@ -1,18 +1,98 @@
-"""Global batches from the host's arrays onto the devices (no communication).
+"""Global batches: the form that goes to the devices, the form that a step computes with, and the way there.
 
-Every process passes the rows of the global batch that its own devices hold, and no others;
-`jax.make_array_from_callback` asks for each device's part. May be called from another thread than the steps.
+No communication. What crosses from the host is a CompactBatch, 2 bytes a token where the vocabulary allows it; `expand`
+makes tokens, labels and mask of it inside the jitted step. Every process passes the rows that its own devices hold, and
+no others; `jax.make_array_from_callback` asks for each device's part. (`jax.device_put` does the same where one process
+holds everything, and is slower.) May be called from another thread than the steps.
 """
 
 import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmegatron.training.step import Batch
+from jmegatron.mesh import BATCH_AXES, batch_spec
 
 
+# ---- forms --------------------------------------------------------------------------------------------------------
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A global batch, micro-batch major: the layout in which the reference's sampler deals out samples. A pytree."""
+
+    tokens: Any
+    """Integer [num_microbatches, batch, seq]. (A pytree's fields also hold specs, shardings and abstract arrays.)"""
+    labels: Any
+    """Integer [num_microbatches, batch, seq]: the next token of each."""
+    loss_mask: Any
+    """fp32 [num_microbatches, batch, seq]: 1 where the token's loss counts."""
+    sample_ids: Any
+    """Unsigned [num_microbatches, batch]: place of each sequence in the run's stream of samples."""
+    position_ids: Any = None
+    """Integer [num_microbatches, batch, seq]: position of each token; None: its place in the sequence."""
+    segment_ids: Any = None
+    """Integer [num_microbatches, batch, seq]: tokens see only those of their own segment; None: one segment."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CompactBatch:
+    """A global batch as it goes to the devices; `expand` makes a Batch of it. A pytree."""
+
+    text: Any
+    """uint16 or int32 [num_microbatches, batch, seq + 1]: the tokens, and the last label; [..., seq] with `labels`."""
+    sample_ids: Any
+    """As in Batch."""
+    labels: Any = None
+    """Integer [num_microbatches, batch, seq]; None: the text one place later."""
+    loss_mask: Any = None
+    """bool (or fp32) [num_microbatches, batch, seq]: where the token's loss counts; None: everywhere."""
+    position_ids: Any = None
+    """As in Batch."""
+    segment_ids: Any = None
+    """As in Batch."""
+
+
+def expand(batch: Batch | CompactBatch) -> Batch:
+    """Returns the Batch that a compact one stands for, int32 and fp32; a Batch as it is. To be jitted.
+
+    Communication: none; `seq` is whole on every device, and the step's shard_map cuts it over cp.
+    """
+    if isinstance(batch, Batch):
+        return batch
+    text = batch.text.astype(jnp.int32)
+    tokens, labels = (text[..., :-1], text[..., 1:]) if batch.labels is None else (text, batch.labels.astype(jnp.int32))
+    mask = jnp.ones(tokens.shape, jnp.float32) if batch.loss_mask is None else batch.loss_mask.astype(jnp.float32)
+    return Batch(tokens, labels, mask, batch.sample_ids, batch.position_ids, batch.segment_ids)
+
+
+def batch_specs(batch: Batch) -> Batch:
+    """Returns the Batch of PartitionSpec that belongs to `batch`: batch over (dp, ep), sequence over cp."""
+    return Batch(**_specs(batch))
+
+
+def batch_shardings(batch: Batch, mesh: Mesh) -> Batch:
+    """Returns the Batch of NamedSharding that belongs to `batch`."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch))
+
+
+def compact_shardings(batch: CompactBatch, mesh: Mesh) -> CompactBatch:
+    """Returns the CompactBatch of NamedSharding that belongs to `batch`: as of a Batch, the text's sequence whole."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), CompactBatch(**_specs(batch)))
+
+
+def _specs(batch: Batch | CompactBatch) -> dict[str, PartitionSpec | None]:
+    """Returns the spec of each field that `batch` has."""
+    names = [field.name for field in dataclasses.fields(batch)]
+    rows = PartitionSpec(None, BATCH_AXES)  # also of the text: cp does not divide seq + 1
+    specs = {name: rows if name in ("text", "sample_ids") else batch_spec(None) for name in names}
+    return {name: None if getattr(batch, name) is None else spec for name, spec in specs.items()}
+
+
+# ---- placement ----------------------------------------------------------------------------------------------------
 class BatchPlacer:
     """Puts the rows of a global batch that this process needs onto its devices, micro-batch major.
 
@@ -21,44 +101,41 @@ class BatchPlacer:
             row i of micro-batch m, where a micro-batch of all data-parallel ranks is `width` rows wide.
 
     Args:
-        abstract: shapes, dtypes and shardings of the batch, [num_microbatches, width, ...].
+        shardings: of every field, as `compact_shardings` has them.
         num_microbatches: of a step.
+        width: rows of a micro-batch over all data-parallel ranks.
     """
 
-    def __init__(self, abstract: Batch, num_microbatches: int):
-        ids = abstract.sample_ids
-        self._lead: tuple[int, int] = (num_microbatches, ids.shape[1])
-        indices = ids.sharding.addressable_devices_indices_map(ids.shape)
+    def __init__(self, shardings: CompactBatch, num_microbatches: int, width: int):
+        self._shardings = {field.name: getattr(shardings, field.name) for field in dataclasses.fields(CompactBatch)}
+        self._lead = (num_microbatches, width)
+        indices = shardings.sample_ids.addressable_devices_indices_map(self._lead)
         self.rows = needed_rows([index for index in indices.values() if index is not None], *self._lead)
         # Place of each global row among those passed; -1 where it is not.
         self._places = np.full(self._lead, -1, np.int64)
         self._places.reshape(-1)[self.rows] = np.arange(len(self.rows))
-        self._shardings = {
-            field.name: leaf.sharding
-            for field in dataclasses.fields(Batch)
-            if (leaf := getattr(abstract, field.name)) is not None
-        }
-        self._last: dict[str, tuple[np.ndarray, jax.Array]] = {}
 
-    def __call__(self, arrays: dict[str, np.ndarray]) -> Batch:
+    def __call__(self, arrays: dict[str, np.ndarray]) -> CompactBatch:
         """Returns the batch on the devices.
 
-        An array that is the same object as at the last call and cannot be written to (a loss mask of ones) is not
-        copied again.
+        On CPU a device may use the memory of an array itself: do not write to it afterwards.
 
         Args:
-            arrays: [rows, ...] each, of the global rows `rows`.
-        """
-        return Batch(**{name: self._leaf(name, arrays[name]) for name in self._shardings})
+            arrays: [rows, ...] each, of the global rows `rows`, under the names of CompactBatch; samples that have
+                `tokens` and `labels` may pass these.
 
-    def _leaf(self, name: str, array: np.ndarray) -> jax.Array:
-        last = self._last.get(name)
-        if last is not None and last[0] is array:
-            return last[1]
-        placed = self._placed(array, self._shardings[name])
-        if not array.flags.writeable:
-            self._last[name] = (array, placed)
-        return placed
+        Raises:
+            ValueError: an array has none of these names, or one is missing.
+        """
+        found = {"text" if name == "tokens" else name: array for name, array in arrays.items()}
+        unknown = found.keys() - self._shardings.keys()
+        missing = {"text", "sample_ids", *(["labels"] if "tokens" in arrays else [])} - found.keys()
+        if unknown or missing or len(found) < len(arrays):
+            raise ValueError(
+                f"batch arrays: got {', '.join(arrays)}; expected sample_ids, text (or tokens and labels), and of "
+                "loss_mask, position_ids, segment_ids what there is"
+            )
+        return CompactBatch(**{name: self._placed(array, self._shardings[name]) for name, array in found.items()})
 
     def _placed(self, array: np.ndarray, sharding: Any) -> jax.Array:
         shape = (*self._lead, *array.shape[1:])

@@ -3,22 +3,25 @@
 The one place where a configuration value reaches the model: layers, ops and models never see the config object.
 """
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
-from jmegatron.config import Config
+from jmegatron.config import Config, layer_split_of
 from jmegatron.errors import ConfigError
 from jmegatron.layers.attention import AttentionSettings
 from jmegatron.layers.mlp import MLPSettings
-from jmegatron.mesh import TENSOR_AXIS
-from jmegatron.models.gpt import GPTSettings
+from jmegatron.mesh import PIPELINE_AXIS, TENSOR_AXIS
+from jmegatron.models.gpt import GPTSettings, PipelineParallel
 from jmegatron.models.transformer import LayerSettings, TensorParallel
 from jmegatron.ops.activations import is_gated
 from jmegatron.ops.attention import Backend, choose_backend
 from jmegatron.optimizer.adamw import AdamWSettings
 from jmegatron.optimizer.schedules import LearningRateSchedule
+from jmegatron.pipeline.layout import pipeline_layout
 from jmegatron.planner.formulas import GPTShape
+from jmegatron.training.stages import PipelineSettings
 from jmegatron.training.step import StepSettings
 
 
@@ -75,6 +78,7 @@ def gpt_settings(config: Config, platform: str) -> GPTSettings:
         zero_centered_norm=model.apply_layernorm_1p,
         rotary_interleaved=model.rotary_interleaved,
         dropout=model.attention_dropout,
+        recompute=config.training.recompute_granularity == "selective",
         backend=attention_backend(config, platform),
     )
     layer = LayerSettings(
@@ -84,6 +88,7 @@ def gpt_settings(config: Config, platform: str) -> GPTSettings:
         norm_eps=model.norm_epsilon,
         zero_centered_norm=model.apply_layernorm_1p,
         hidden_dropout=model.hidden_dropout,
+        recompute=config.training.recompute_granularity == "full",
     )
     return GPTSettings(
         num_layers=model.num_layers,
@@ -119,11 +124,30 @@ def learning_rate_schedule(config: Config) -> LearningRateSchedule:
     )
 
 
+def pipeline_settings(config: Config) -> PipelineSettings:
+    """Returns how the stages of a resolved config are cut and in which order they work.
+
+    Raises:
+      ConfigError: the layers do not fit the stages.
+    """
+    parallel = config.parallel
+    layout = pipeline_layout(**dataclasses.asdict(layer_split_of(config)))
+    if layout.num_stages == 1:
+        return PipelineSettings()
+    assert parallel.pipeline_schedule is not None
+    places = tuple(tuple(row) for row in layout.places().tolist())
+    return PipelineSettings(
+        PipelineParallel(PIPELINE_AXIS, layout.num_stages, places),
+        parallel.pipeline_schedule,
+        parallel.microbatch_group_size_per_virtual_pipeline_stage if layout.num_chunks > 1 else None,
+    )
+
+
 def step_settings(config: Config, platform: str) -> StepSettings:
     """Returns what a training step needs to know.
 
     Raises:
-      ConfigError: the attention backend that was asked for cannot serve.
+      ConfigError: the attention backend that was asked for cannot serve, or the layers do not fit the stages.
     """
     optimizer = config.optimizer
     return StepSettings(
@@ -138,6 +162,7 @@ def step_settings(config: Config, platform: str) -> StepSettings:
         ),
         compute_dtype=compute_dtype(config),
         per_token=optimizer.calculate_per_token_loss,
+        pipeline=pipeline_settings(config),
     )
 
 

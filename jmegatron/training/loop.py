@@ -6,6 +6,7 @@ waits for a step's numbers only when it logs them.
 
 import collections
 import dataclasses
+import itertools
 import math
 import time
 from typing import Any
@@ -18,6 +19,7 @@ from jmegatron.data.gpt_dataset import Sources
 from jmegatron.data.loader import GlobalBatchLoader
 from jmegatron.planner import cards, formulas
 from jmegatron.training import startup
+from jmegatron.training.batches import CompactBatch
 from jmegatron.training.build import formula_shape
 from jmegatron.training.evaluation import Evaluator
 from jmegatron.training.profile import Profile
@@ -69,10 +71,10 @@ def _say_first(text: str) -> None:
         print(text, flush=True)
 
 
-def _compile(program: Program, state: TrainState, key: Any) -> Any:
+def _compile(program: Program, state: TrainState, batch: CompactBatch, key: Any) -> Any:
     _say_first("compiling the training step ...")
     start = time.perf_counter()
-    compiled = program.train_step().lower(state, program.abstract_batch(), key).compile()
+    compiled = program.train_step().lower(state, batch, key).compile()
     _say_first(startup.compiled_line(compiled, time.perf_counter() - start))
     return compiled
 
@@ -151,12 +153,15 @@ class Trainer:
     def _steps(self) -> int:
         """Runs the steps and returns the last one done."""
         key = self.program.dropout_key()
-        train_step = _compile(self.program, self.state, key)
         with self._loader() as loader:
+            first = next(loader)
+            train_step = _compile(self.program, self.state, first, key)
+            batches = itertools.chain([first], loader)
+            del first
             self._clock.read()
             for step in range(self._first + 1, self._last + 1):
                 self._profile.before(step)
-                self.state, metrics = train_step(self.state, next(loader), key)
+                self.state, metrics = train_step(self.state, next(batches), key)
                 self.consumed_samples += self._batch_size
                 self._profile.after(step, metrics)
                 self._in_flight.append(metrics)
@@ -201,7 +206,8 @@ class Trainer:
         if evaluating:
             self._report_evaluation(step, "valid")
         if saving and self._folder is not None:
-            self._folder.save(step, self.state, checkpoint_meta(config, step, self.consumed_samples))
+            state = self.program.to_canonical(self.state)
+            self._folder.save(step, state, checkpoint_meta(config, step, self.consumed_samples))
             self._say(f"saving checkpoint at iteration {step} to {config.checkpoint.save}")
         self._clock.pause(time.perf_counter() - start)
         if leave:

@@ -13,15 +13,15 @@ from jax.sharding import Mesh
 
 from jmegatron import partition, random
 from jmegatron.config import Config, resolve, validate_for_devices
+from jmegatron.data.indexed_dataset import best_dtype
 from jmegatron.data.sampler import CyclicOrder, SampleOrder, SequentialOrder
 from jmegatron.data.tokenizers import build_tokenizer, tokenizer_settings
-from jmegatron.mesh import build_mesh
-from jmegatron.models.gpt import gpt_specs
-from jmegatron.optimizer.adamw import adamw
-from jmegatron.training.batches import BatchPlacer
+from jmegatron.mesh import PIPELINE_AXIS, build_mesh
+from jmegatron.optimizer.adamw import adamw, map_parameters
+from jmegatron.training.batches import BatchPlacer, CompactBatch, compact_shardings
 from jmegatron.training.build import learning_rate_schedule, step_settings
 from jmegatron.training.state import TrainState, init_state, train_state_shardings
-from jmegatron.training.step import Batch, StepSettings, batch_shardings, make_train_step
+from jmegatron.training.step import StepSettings, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,58 @@ class Program:
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.state_shardings
         )
 
+    # ---- the layout of checkpoints: layers in order, whatever the pipeline ----
+    @functools.cached_property
+    def canonical_specs(self) -> Any:
+        """Declarations of the parameters with their layers in order."""
+        return partition.map_specs(partition.canonical, self.specs)
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether the state's layers lie in order, so that a checkpoint holds it as it is."""
+        return all(
+            a.shape == b.shape and a.stacked == b.stacked for a, b in zip(*map(_leaves, self._both), strict=True)
+        )
+
+    @property
+    def _both(self) -> tuple[Any, Any]:
+        return self.specs, self.canonical_specs
+
+    def canonical_state(self) -> TrainState:
+        """Returns shapes, dtypes and shardings of the state as a checkpoint holds it."""
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+            jax.eval_shape(lambda state: self._rearranged(state, partition.to_canonical), self.abstract_state()),
+            train_state_shardings(self.canonical_specs, self.optimizer, self.settings.compute_dtype, self.mesh),
+        )
+
+    def to_canonical(self, state: TrainState) -> TrainState:
+        """Returns the state as a checkpoint holds it. Communication: layers move between stages if they have chunks."""
+        return state if self.is_canonical else self._to_canonical(state)
+
+    def from_canonical(self, state: TrainState) -> TrainState:
+        """Returns the state of a checkpoint as the step takes it; the other way round."""
+        return state if self.is_canonical else self._from_canonical(state)
+
+    @functools.cached_property
+    def _to_canonical(self) -> Any:
+        shardings = jax.tree.map(lambda a: a.sharding, self.canonical_state())
+        return jax.jit(lambda s: self._rearranged(s, partition.to_canonical), out_shardings=shardings)
+
+    @functools.cached_property
+    def _from_canonical(self) -> Any:
+        rearrange = lambda s: self._rearranged(s, partition.from_canonical)  # noqa: E731
+        return jax.jit(rearrange, out_shardings=self.state_shardings, donate_argnums=0)
+
+    def _rearranged(self, state: TrainState, how: Any) -> TrainState:
+        tree = lambda values: partition.map_specs(how, self.specs, values)  # noqa: E731
+        return dataclasses.replace(
+            state,
+            parameters=tree(state.parameters),
+            master=None if state.master is None else tree(state.master),
+            optimizer=map_parameters(self.optimizer, how, state.optimizer, self.specs),
+        )
+
     def dropout_key(self) -> Any:
         """Returns the run's dropout key, or None where nothing is dropped."""
         model = self.config.model
@@ -69,32 +121,51 @@ class Program:
     def train_step(self) -> Any:
         """Returns the jitted, donated training step."""
         step = make_train_step(self.settings, self.mesh, self.optimizer, learning_rate_schedule(self.config))
-        return jax.jit(step, donate_argnums=0, out_shardings=(self.state_shardings, None))
+        return jax.jit(
+            step,
+            donate_argnums=0,
+            out_shardings=(self.state_shardings, None),
+            compiler_options=compiler_options(self.mesh),
+        )
 
-    def abstract_batch(self) -> Batch:
-        """Returns shapes, dtypes and shardings of a global batch."""
-        training, seq = self.config.training, self.config.model.seq_length
-        assert training.global_batch_size is not None
-        lead = (self.num_microbatches, training.global_batch_size // self.num_microbatches)
-        integers = jax.ShapeDtypeStruct((*lead, seq), np.int32)
-        shapes = Batch(
-            tokens=integers,
-            labels=integers,
-            loss_mask=jax.ShapeDtypeStruct((*lead, seq), np.float32),
+    @property
+    def microbatch_width(self) -> int:
+        """Sequences of a micro-batch over all data-parallel ranks."""
+        assert self.config.training.global_batch_size is not None
+        return self.config.training.global_batch_size // self.num_microbatches
+
+    def abstract_batch(self) -> CompactBatch:
+        """Returns shapes, dtypes and shardings of a global batch, as far as the options say.
+
+        A corpus of another integer type, or a tokenizer with a padding id (hence a loss mask), changes them: a run
+        compiles its step for the first batch that comes.
+        """
+        data, model = self.config.data, self.config.model
+        assert model.vocab_size is not None
+        lead = (self.num_microbatches, self.microbatch_width)
+        integers = jax.ShapeDtypeStruct((*lead, model.seq_length), np.int32)
+        text = jax.ShapeDtypeStruct((*lead, model.seq_length + 1), best_dtype(model.vocab_size))
+        shapes = CompactBatch(
+            text=integers if data.sft else text,
             sample_ids=jax.ShapeDtypeStruct(lead, np.uint32),
-            position_ids=integers if self.config.data.reset_position_ids else None,
-            segment_ids=integers if self.config.data.reset_attention_mask else None,
+            labels=integers if data.sft else None,
+            loss_mask=jax.ShapeDtypeStruct(integers.shape, np.bool_) if data.sft or data.eod_mask_loss else None,
+            position_ids=integers if data.reset_position_ids else None,
+            segment_ids=integers if data.reset_attention_mask else None,
         )
         return jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, batch_shardings(shapes, self.mesh)
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+            shapes,
+            compact_shardings(shapes, self.mesh),
         )
 
     @functools.cached_property
     def placer(self) -> BatchPlacer:
         """Puts the run's batches onto the devices."""
-        return BatchPlacer(self.abstract_batch(), self.num_microbatches)
+        every_field = CompactBatch(*[True] * len(dataclasses.fields(CompactBatch)))
+        return BatchPlacer(compact_shardings(every_field, self.mesh), self.num_microbatches, self.microbatch_width)
 
-    def put(self, arrays: dict[str, np.ndarray]) -> Batch:
+    def put(self, arrays: dict[str, np.ndarray]) -> CompactBatch:
         """Returns a global batch on the devices, micro-batch major, from its rows that this process needs."""
         return self.placer(arrays)
 
@@ -105,6 +176,24 @@ class Program:
         data_ranks = self.mesh.shape["dp"] * self.mesh.shape["ep"]
         sharded = not self.config.data.no_data_sharding
         return CyclicOrder(num_samples, self.config.training.micro_batch_size, data_ranks, sharded)
+
+
+# Both let a pipeline's permutes run beside whole loops over layers: the first pass would move a permute to another tick
+# of the loop, and the limit counts the collectives inside the loop that the permute is to overlap.
+_PIPELINE_OPTIONS: dict[str, Any] = {
+    "xla_disable_hlo_passes": "collective-permute-motion",
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any]:
+    """Returns the XLA options that a step on the mesh needs."""
+    on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
+    return dict(_PIPELINE_OPTIONS) if on_gpu and mesh.shape[PIPELINE_AXIS] > 1 else {}
+
+
+def _leaves(specs: Any) -> list[Any]:
+    return [spec for _, spec in partition.named_specs(specs)]
 
 
 def build_program(config: Config, devices: list[Any]) -> Program:
@@ -124,10 +213,12 @@ def build_program(config: Config, devices: list[Any]) -> Program:
         tp=parallel.tensor_model_parallel_size,
     )
     settings = step_settings(config, devices[0].platform)
-    specs = gpt_specs(settings.model, settings.parallel)
+    specs = settings.specs
     optimizer = adamw(settings.optimizer, learning_rate_schedule(config), partition.weight_decay_mask(specs))
     shardings = train_state_shardings(specs, optimizer, settings.compute_dtype, mesh)
-    return Program(config, mesh, settings, specs, optimizer, shardings)
+    program = Program(config, mesh, settings, specs, optimizer, shardings)
+    settings.pipeline.build(program.num_microbatches)
+    return program
 
 
 def resolve_for_run(config: Config, num_devices: int) -> tuple[Config, Any]:

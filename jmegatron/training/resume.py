@@ -62,7 +62,7 @@ def load_state(program: Program, resume: Resume, say: Say) -> TrainState:
       UsageError: it cannot be read.
     """
     with CheckpointFolder(resume.path, option="load", read_only=True) as folder:
-        state = folder.restore(resume.step, program.abstract_state())
+        state = program.from_canonical(folder.restore(resume.step, program.canonical_state()))
     say(f"resumed from {resume.path}, step {resume.step}, consumed samples {resume.consumed_samples}")
     for line in changed_options(program.config, resume.saved):
         say(line)
@@ -158,15 +158,20 @@ def checkpoint_meta(config: Config, step: int, consumed: int) -> dict[str, Any]:
 def keep_padding(config: Config, resume: Resume) -> Config:
     """Returns the config with the checkpoint's padded vocabulary, unless the options ask for another one.
 
-    The padding follows from tp, so that a model would change its shapes with the mesh it goes on on.
+    The padding follows from tp and pp, so that a model would change its shapes with the mesh it goes on on.
 
     Raises:
-      ConfigError: the checkpoint's padding does not fit the options (divisibility by tp).
+      ConfigError: the checkpoint's padding does not fit the options (divisibility by tp and pp).
     """
     model, saved = config.model, resume.saved.model
     if model.vocab_size is not None:
-        ranks = config.parallel.tensor_model_parallel_size
-        derived = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, ranks)
+        parallel = config.parallel
+        derived = padded_vocab_size(
+            model.vocab_size,
+            model.make_vocab_size_divisible_by,
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+        )
         if model.vocab_size != saved.vocab_size or model.padded_vocab_size != derived:
             return config
     elif model.padded_vocab_size is not None:

@@ -22,55 +22,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Key
 
 from jmegatron import partition
 from jmegatron.collectives import axis_size, sum_over, vary
-from jmegatron.mesh import BATCH_AXES, DATA_AXES, batch_spec
-from jmegatron.models.gpt import GPTSettings, Tokens, gpt_loss, gpt_specs
+from jmegatron.mesh import DATA_AXES
+from jmegatron.models.gpt import GPTSettings, Tokens, gpt_specs
 from jmegatron.models.transformer import TensorParallel
 from jmegatron.optimizer.adamw import AdamWSettings, clip_by_norm, global_norm
 from jmegatron.partition import Tree
-from jmegatron.pipeline.executor import accumulate_gradients
+from jmegatron.pipeline.executor import run_forward, run_pipeline
+from jmegatron.training.batches import Batch, CompactBatch, batch_specs, expand
+from jmegatron.training.stages import PipelineSettings, gpt_pipeline_model
 from jmegatron.training.state import TrainState
 
 Metrics = dict[str, Array]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """A global batch, micro-batch major: the layout in which the reference's sampler deals out samples. A pytree."""
-
-    tokens: Any
-    """Integer [num_microbatches, batch, seq]. (A pytree's fields also hold specs, shardings and abstract arrays.)"""
-    labels: Any
-    """Integer [num_microbatches, batch, seq]: the next token of each."""
-    loss_mask: Any
-    """fp32 [num_microbatches, batch, seq]: 1 where the token's loss counts."""
-    sample_ids: Any
-    """Unsigned [num_microbatches, batch]: place of each sequence in the run's stream of samples."""
-    position_ids: Any = None
-    """Integer [num_microbatches, batch, seq]: position of each token; None: its place in the sequence."""
-    segment_ids: Any = None
-    """Integer [num_microbatches, batch, seq]: tokens see only those of their own segment; None: one segment."""
-
-
-def batch_specs(batch: Batch) -> Batch:
-    """Returns the Batch of PartitionSpec that belongs to `batch`: batch over (dp, ep), sequence over cp."""
-
-    def spec(name: str) -> PartitionSpec | None:
-        if getattr(batch, name) is None:
-            return None
-        return PartitionSpec(None, BATCH_AXES) if name == "sample_ids" else batch_spec(None)
-
-    return Batch(**{field.name: spec(field.name) for field in dataclasses.fields(Batch)})
-
-
-def batch_shardings(batch: Batch, mesh: Mesh) -> Batch:
-    """Returns the Batch of NamedSharding that belongs to `batch`."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +49,12 @@ class StepSettings:
     optimizer: AdamWSettings
     compute_dtype: Any = jnp.float32
     per_token: bool = False
+    pipeline: PipelineSettings = dataclasses.field(default_factory=PipelineSettings)
+
+    @property
+    def specs(self) -> Tree:
+        """Declarations of every parameter."""
+        return gpt_specs(self.model, self.parallel, self.pipeline.parallel)
 
 
 def _token_weights(mask: Array, per_token: bool, data_ranks: int) -> Array:
@@ -102,19 +75,16 @@ def local_gradients(
 ) -> tuple[Tree, Tree]:
     """Returns (loss sum and token count of the global batch, fp32 gradients reduced to the parameters' layout).
 
-    Runs inside shard_map. Communication: tp as in `gpt_loss` per micro-batch; once a step an all-reduce of the fp32
-    gradients over (dp, ep, cp), of the partial leaves over tp as well, and of two scalars.
+    Runs inside shard_map. Communication: tp and pp as in `run_pipeline` with `gpt_pipeline_model`; once a step an
+    all-reduce of the fp32 gradients over (dp, ep, cp), of the partial leaves over tp as well, and of two scalars.
     """
     weights = _token_weights(batch.loss_mask, settings.per_token, axis_size(DATA_AXES))
-    tokens = _tokens(batch, weights)
     varying = partition.map_specs(lambda s, p: vary(p, (*DATA_AXES, *s.partial_axes)), specs, parameters)
-
-    def loss(parameters: Tree, one: tuple[Tokens, Array]) -> tuple[Array, Tree]:
-        microbatch, mask = one
-        objective, losses = gpt_loss(parameters, microbatch, settings.model, settings.parallel, dropout_key=dropout_key)
-        return objective, {"loss_sum": (losses * mask).sum(), "num_tokens": mask.sum()}
-
-    report, gradients = accumulate_gradients(loss, varying, (tokens, batch.loss_mask))
+    microbatches = (_tokens(batch, weights), batch.loss_mask)
+    model = gpt_pipeline_model(settings.model, settings.parallel, settings.pipeline.parallel, dropout_key)
+    schedule = settings.pipeline.build(batch.loss_mask.shape[0])
+    axis = settings.pipeline.parallel.axis
+    report, gradients = run_pipeline(model, schedule, varying, microbatches, axis=axis)
     reduced = _reduce_gradients(specs, gradients)
     return sum_over(report, DATA_AXES), reduced
 
@@ -127,12 +97,16 @@ def _reduce_gradients(specs: Tree, gradients: Tree) -> Tree:
 
 def make_gradient_function(
     settings: StepSettings, mesh: Mesh
-) -> Callable[[Tree, Batch, Key[Array, ""] | None], tuple[Tree, Tree]]:
+) -> Callable[[Tree, Batch | CompactBatch, Key[Array, ""] | None], tuple[Tree, Tree]]:
     """Returns (parameters, batch, dropout_key) -> (report, gradients) on global arrays; to be jitted."""
-    specs = gpt_specs(settings.model, settings.parallel)
+    specs = settings.specs
     parameter_specs = partition.partition_specs(specs)
 
-    def gradients(parameters: Tree, batch: Batch, dropout_key: Key[Array, ""] | None) -> tuple[Tree, Tree]:
+    def gradients(
+        parameters: Tree, batch: Batch | CompactBatch, dropout_key: Key[Array, ""] | None
+    ) -> tuple[Tree, Tree]:
+        batch = expand(batch)
+
         def body(parameters: Tree, batch: Batch, key: Key[Array, ""] | None) -> tuple[Tree, Tree]:
             return local_gradients(settings, specs, parameters, batch, key)
 
@@ -152,7 +126,7 @@ def make_train_step(
     mesh: Mesh,
     optimizer: optax.GradientTransformation,
     schedule: Callable[[Array], Array],
-) -> Callable[[TrainState, Batch, Key[Array, ""] | None], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, Batch | CompactBatch, Key[Array, ""] | None], tuple[TrainState, Metrics]]:
     """Returns the step (state, batch, dropout_key) -> (state, metrics); jit it with the state donated.
 
     Metrics: loss (token-weighted mean over the global batch), grad_norm (before clipping), num_tokens, lr (of this
@@ -161,7 +135,9 @@ def make_train_step(
     """
     gradient_function = make_gradient_function(settings, mesh)
 
-    def train_step(state: TrainState, batch: Batch, dropout_key: Key[Array, ""] | None) -> tuple[TrainState, Metrics]:
+    def train_step(
+        state: TrainState, batch: Batch | CompactBatch, dropout_key: Key[Array, ""] | None
+    ) -> tuple[TrainState, Metrics]:
         report, gradients = gradient_function(state.parameters, batch, dropout_key)
         grad_norm = global_norm(gradients)
         gradients = clip_by_norm(gradients, grad_norm, settings.optimizer.clip_grad)
@@ -185,23 +161,22 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(settings: StepSettings, mesh: Mesh) -> Callable[[Tree, Batch], Metrics]:
+def make_eval_step(settings: StepSettings, mesh: Mesh) -> Callable[[Tree, Batch | CompactBatch], Metrics]:
     """Returns (parameters, batch) -> sums of loss and tokens over the global batch; no dropout, no gradients.
 
     Communication: the forward part of `gpt_loss` per micro-batch, two scalars over the data axes.
     """
-    specs = gpt_specs(settings.model, settings.parallel)
+    specs = settings.specs
 
     def body(parameters: Tree, batch: Batch) -> Metrics:
-        def microbatch(_: None, one: Batch) -> tuple[None, Metrics]:
-            tokens = _tokens(one, one.loss_mask)
-            loss_sum, _losses = gpt_loss(parameters, tokens, settings.model, settings.parallel)
-            return None, {"loss_sum": loss_sum, "num_tokens": one.loss_mask.sum()}
+        model = gpt_pipeline_model(settings.model, settings.parallel, settings.pipeline.parallel)
+        schedule = settings.pipeline.build(batch.loss_mask.shape[0])
+        microbatches = (_tokens(batch, batch.loss_mask), batch.loss_mask)
+        sums = run_forward(model, schedule, parameters, microbatches, axis=settings.pipeline.parallel.axis)
+        return sum_over(sums, DATA_AXES)
 
-        _, sums = jax.lax.scan(microbatch, None, batch)
-        return sum_over(jax.tree.map(lambda x: x.sum(), sums), DATA_AXES)
-
-    def evaluate(parameters: Tree, batch: Batch) -> Metrics:
+    def evaluate(parameters: Tree, batch: Batch | CompactBatch) -> Metrics:
+        batch = expand(batch)
         mapped = jax.shard_map(
             body,
             mesh=mesh,

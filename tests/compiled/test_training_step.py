@@ -29,8 +29,9 @@ from jmegatron.optimizer.schedules import LearningRateSchedule
 from jmegatron.planner import formulas, hlo
 from jmegatron.planner.hlo_text import leaves
 from jmegatron.planner.topology import compile_for, compile_only_devices, gpu_compiler_available
+from jmegatron.training.batches import CompactBatch, compact_shardings
 from jmegatron.training.state import init_state, train_state_shardings
-from jmegatron.training.step import Batch, StepSettings, batch_shardings, make_eval_step, make_train_step
+from jmegatron.training.step import StepSettings, make_eval_step, make_train_step
 
 LAYERS = 3  # unlike any number of micro-batches: a loop of three is a loop over layers
 MICRO_BATCH, SEQ = 2, 16
@@ -142,10 +143,8 @@ def build(case):
     shardings = train_state_shardings(specs, optimizer, dtype, mesh)
     shapes = jax.eval_shape(lambda key: init_state(specs, key, optimizer, dtype), jax.random.key(0))
     lead = (case.num_microbatches, MICRO_BATCH * case.dp)
-    batch = Batch(
-        tokens=jax.ShapeDtypeStruct((*lead, case.seq), jnp.int32),
-        labels=jax.ShapeDtypeStruct((*lead, case.seq), jnp.int32),
-        loss_mask=jax.ShapeDtypeStruct((*lead, case.seq), jnp.float32),
+    batch = CompactBatch(
+        text=jax.ShapeDtypeStruct((*lead, case.seq + 1), jnp.uint16),
         sample_ids=jax.ShapeDtypeStruct(lead, jnp.uint32),
     )
     key = None
@@ -155,7 +154,7 @@ def build(case):
     step = jax.jit(
         make_train_step(settings, mesh, optimizer, schedule), donate_argnums=0, out_shardings=(shardings, None)
     )
-    arguments = (placed(shapes, shardings), placed(batch, batch_shardings(batch, mesh)), key)
+    arguments = (placed(shapes, shardings), placed(batch, compact_shardings(batch, mesh)), key)
     return step, arguments, jax.jit(make_eval_step(settings, mesh))
 
 

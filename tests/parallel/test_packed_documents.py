@@ -49,8 +49,8 @@ def packed_batch():
     arrays = random_batch(8, 16, 29)
     # About one token in five ends a document.
     arrays["tokens"][np.random.default_rng(1).random(arrays["tokens"].shape) < 0.2] = EOD
-    rows = [ALL.arrays(row) for row in arrays["tokens"]]
-    return arrays | {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    found = ALL.arrays(arrays["tokens"])
+    return arrays | found | {"loss_mask": found["loss_mask"].astype(np.float32)}
 
 
 @pytest.mark.parametrize("model", MODELS)

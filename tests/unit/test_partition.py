@@ -76,7 +76,8 @@ def test_with_sequence_parallelism_every_replicated_parameter_has_partial_gradie
 def test_stacking_adds_a_leading_dim_and_keeps_the_rest():
     one = {"a": ParameterSpec((3, 4), P(None, "tp"), partition.zeros, ("tp",), weight_decay=False)}
     stacked = partition.stack(one, 5, axis="pp")["a"]
-    assert (stacked.shape, stacked.spec, stacked.num_stacked) == ((5, 3, 4), P("pp", None, "tp"), 5)
+    assert (stacked.shape, stacked.spec) == ((5, 3, 4), P("pp", None, "tp"))
+    assert stacked.stacked == ((0, 1, 2, 3, 4),)
     assert (stacked.partial_axes, stacked.weight_decay) == (("tp",), False)
 
 

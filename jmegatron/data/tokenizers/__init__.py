@@ -107,8 +107,8 @@ def build_tokenizer(
     if tokenizer_type == "ByteTokenizer":
         return ByteTokenizer()
     if tokenizer_type == "NullTokenizer":
-        if vocab_size is None or vocab_size < 1:
-            raise UsageError(f"--tokenizer-type NullTokenizer needs --vocab-size, 1 or more; got {vocab_size}")
+        if vocab_size is None or not 1 <= vocab_size < 2**31:
+            raise UsageError(f"--tokenizer-type NullTokenizer needs --vocab-size, 1 .. {2**31 - 1}; got {vocab_size}")
         return NullTokenizer(vocab_size)
     if tokenizer_type == "GPT2BPETokenizer":
         if vocab_file is None or merge_file is None:

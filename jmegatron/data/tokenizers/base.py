@@ -76,8 +76,9 @@ def read_json(path: Path, option: str, expected: str) -> Any:
     Raises:
         DataFileError: missing, no text, or no JSON.
     """
+    text = read_text(path, option, expected)
     try:
-        return json.loads(read_text(path, option, expected))
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         bad_file(path, option, f"a file that is not JSON ({error})", expected, error)
 
@@ -91,7 +92,8 @@ def read_text(path: Path, option: str, expected: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        bad_file(path, option, f"an unreadable file ({error})", expected, error)
+        reason = error.strerror if isinstance(error, OSError) else error
+        bad_file(path, option, f"an unreadable file ({reason})", expected, error)
 
 
 def bad_file(path: Path, option: str, got: str, expected: str, cause: BaseException | None = None) -> NoReturn:

@@ -4,6 +4,7 @@ Megatron-LM 0.16: core/tokenizers/text/libraries/{huggingface,megatron_hf}_token
 here the library below it is used directly, and nothing is downloaded.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
     def __init__(self, path: StrPath):
         file = Path(path)
-        if file.is_dir():
+        if os.path.isdir(file):
             file = file / "tokenizer.json"
         library = _load_tokenizer(file)
         # Ids may have gaps, so their number can be smaller than the table of embeddings must be.
@@ -142,7 +143,7 @@ def _find_eod(tokenizer: Any, folder: Path) -> int | None:
 
 def _eos_name(file: Path) -> str | None:
     """Return `eos_token` of a file beside the tokenizer; None if there is none."""
-    if not file.is_file():
+    if not os.path.isfile(file):
         return None
     settings = read_json(file, "--tokenizer-model", _TOKENIZER_JSON)
     name = settings.get("eos_token") if isinstance(settings, dict) else None

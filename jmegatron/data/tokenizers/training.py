@@ -5,10 +5,10 @@ Reference: arXiv:1508.07909 section 3.2 for BPE, GPT-2's report section 2.2 for 
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from jmegatron.data.files import atomic_output
+from jmegatron.data.files import atomic_outputs
 from jmegatron.data.tokenizers.base import require_library
 from jmegatron.errors import UsageError
 
@@ -25,13 +25,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Iterable[st
         min_frequency: how often a pair must occur to be merged.
 
     Raises:
-        UsageError: fewer ids than bytes and special tokens, or the `tokenizers` library is not installed.
+        UsageError: fewer ids than bytes and special tokens, a number out of range, no text, or the `tokenizers` library
+            is not installed.
     """
     special = list(dict.fromkeys([END_OF_TEXT, *special_tokens]))
     if vocab_size < 256 + len(special):
         raise UsageError(
             f"--vocab-size: got {vocab_size}, expected {256 + len(special)} or more: 256 bytes and {len(special)} "
             "special tokens"
+        )
+    if vocab_size >= 2**31 or not 0 <= min_frequency < 2**63:
+        raise UsageError(
+            f"got --vocab-size {vocab_size} and --min-frequency {min_frequency}, expected less than 2**31 and 0 or more"
         )
     library = require_library("tokenizers", "HuggingFaceTokenizer")
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -44,7 +49,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Iterable[st
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(iter(texts), trainer)
+    num_texts = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal num_texts
+        for text in texts:
+            num_texts += bool(text)
+            yield text
+
+    tokenizer.train_from_iterator(counted(), trainer)
+    if not num_texts:
+        raise UsageError("--input: no text to learn from; fix: check the files and --json-keys")
     return tokenizer.to_str(pretty=True)
 
 
@@ -53,13 +68,13 @@ def save_tokenizer(tokenizer_json: str, folder: Path) -> None:
 
     Raises:
         UsageError: the folder cannot be made.
-        DataFileError: it cannot be written to.
+        DataFileError: it cannot be written to; then neither file is left.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output: the folder {folder} cannot be made: {error.strerror or error}") from error
     settings = json.dumps({"eos_token": END_OF_TEXT, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2)
-    for name, content in (("tokenizer_config.json", settings), ("tokenizer.json", tokenizer_json)):
-        with atomic_output(folder / name) as file:
+    with atomic_outputs(folder / "tokenizer_config.json", folder / "tokenizer.json") as files:
+        for file, content in zip(files, (settings, tokenizer_json), strict=True):
             file.write(content.encode("utf-8"))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jmegatron.config import load_config, parse_or_exit, to_yaml
+from jmegatron.config import config_from_yaml, load_config, parse_or_exit, to_yaml
 from jmegatron.config.megatron_flags import ALIASES, IGNORED, UNSUPPORTED, UNSUPPORTED_DEGREES, UNSUPPORTED_FAMILIES
 from jmegatron.config.options import flag_of, options
 
@@ -16,9 +16,13 @@ BASE = shlex.split(
     "--lr 1e-3 --micro-batch-size 2 --train-iters 5 --mock-data"
 )
 
+PIPELINE_BASE = ["--num-layers", "8", *BASE[2:], "--pipeline-model-parallel-size", "2"]
+LAYOUT = "--pipeline-model-parallel-layout"
+
 MEGATRON_LINE = shlex.split(
     "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --seq-length 4096 --max-position-embeddings 4096 "
-    "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 1 --micro-batch-size 1 "
+    "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 --micro-batch-size 1 "
+    "--num-layers-per-virtual-pipeline-stage 5 --recompute-activations "
     "--global-batch-size 1024 --bf16 --attention-backend auto --lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine "
     "--lr-warmup-fraction 0.01 --clip-grad 1.0 --weight-decay 0.1 --train-iters 250000 --data-path PREFIX "
     "--split 949,50,1 --save DIR --load DIR --save-interval 1000 --ckpt-format torch_dist --log-interval 10 "
@@ -43,6 +47,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *extra: str) -> str:
 def test_a_pasted_megatron_line_works_and_reports_what_has_no_effect():
     config = load_config(MEGATRON_LINE)
     assert config.parallel.tensor_model_parallel_size == 8
+    assert (config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule) == (4, "interleaved")
+    assert (config.training.recompute_granularity, config.training.recompute_modules) == ("selective", ("core_attn",))
     assert config.optimizer.lr_warmup_fraction == 0.01
     assert config.data.data_path == ("PREFIX",)
     assert config.data.split == "949,50,1"
@@ -58,8 +64,8 @@ def test_a_pasted_megatron_line_works_and_reports_what_has_no_effect():
 
 
 def test_the_first_unsupported_flag_of_a_pasted_line_is_named(capsys):
-    err = refusal(capsys, "--recompute-activations", "--use-distributed-optimizer", "--no-such-flag")
-    assert err.splitlines()[0].endswith("--recompute-activations is a Megatron-LM flag that is not supported here.")
+    err = refusal(capsys, "--fp16", "--use-distributed-optimizer", "--no-such-flag")
+    assert err.splitlines()[0].endswith("--fp16 is a Megatron-LM flag that is not supported here.")
     # The others are named as well, so that a line need not be tried once per flag.
     assert "further on the line also: --use-distributed-optimizer" in err
     assert "--no-such-flag" not in err
@@ -239,6 +245,48 @@ def test_contradicting_activations_stop(capsys, extra):
     err = refusal(capsys, *extra)
     assert "contradicts" in err
     assert "--swiglu" in err
+
+
+def test_a_layout_is_read_as_it_is_written():
+    text = "Et*3|(t|)*3,tt|L"
+    config = load_config([*PIPELINE_BASE, "--pipeline-model-parallel-size", "3", LAYOUT, text])
+    assert config.parallel.pipeline_model_parallel_layout == text
+    assert config.parallel.pipeline_schedule == "interleaved"
+
+
+def test_the_cut_on_the_command_line_wins_over_the_file(tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "model: {num_layers: 8}\n"
+        "parallel:\n"
+        "  pipeline_model_parallel_size: 2\n"
+        "  num_virtual_stages_per_pipeline_rank: 2\n"
+        "training: {recompute_granularity: full}\n"
+    )
+    line = [*PIPELINE_BASE[2:], "--config", str(path)]
+    assert load_config(line).parallel.pipeline_schedule == "interleaved"
+    other = load_config([*line, "--num-virtual-stages-per-pipeline-rank", "1"])
+    assert other.parallel.pipeline_schedule == "1f1b"
+    undone = load_config([*line, "--num-virtual-stages-per-pipeline-rank", "null", LAYOUT, "Et*4|t*4L"])
+    assert undone.parallel.pipeline_model_parallel_layout == "Et*4|t*4L"
+    assert undone.training.recompute_num_layers == 1
+    assert load_config([*line, "--recompute-granularity", "null"]).training.recompute_granularity is None
+    assert load_config([*line, "--recompute-activations"]).training.recompute_granularity == "selective"
+    with pytest.raises(SystemExit):
+        parse_or_exit([*line, "--num-layers-per-virtual-pipeline-stage", "1"])
+    err = capsys.readouterr().err
+    assert "num_virtual_stages_per_pipeline_rank 2, num_layers_per_virtual_pipeline_stage 1" in err
+    assert "--num-virtual-stages-per-pipeline-rank null" in err
+
+
+def test_a_printed_pipeline_config_reads_back():
+    config = load_config([*PIPELINE_BASE, "--num-virtual-stages-per-pipeline-rank", "2", "--recompute-activations"])
+    assert config_from_yaml(to_yaml(config)) == config
+
+
+def test_recompute_activations_contradicts_full_recomputation(capsys):
+    err = refusal(capsys, "--recompute-activations", "--recompute-granularity", "full")
+    assert "--recompute-activations means --recompute-granularity selective" in err
 
 
 def test_old_spellings_of_positions(capsys):

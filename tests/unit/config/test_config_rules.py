@@ -71,6 +71,100 @@ BAD = {
         ["seq_length 30", "tensor_model_parallel_size 4", "--no-sequence-parallel"],
     ),
     "padded not by tp": (tp(4, padded_vocab_size=302), ["padded_vocab_size 302", "304"]),
+    "padded not by pp": (
+        tp(2, pipeline_model_parallel_size=2, padded_vocab_size=302),
+        ["padded_vocab_size 302", "tensor_model_parallel_size 2, pipeline_model_parallel_size 2", "304"],
+    ),
+    "layers not by stages": (
+        {"num_layers": 10, "pipeline_model_parallel_size": 4},
+        ["num_layers 10, pipeline_model_parallel_size 4", "--decoder-last-pipeline-num-layers 1", "--num-layers 12"],
+    ),
+    "stage not by chunks": (
+        {"num_layers": 20, "pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 2},
+        ["num_layers 20", "num_virtual_stages_per_pipeline_rank 2", "--num-layers 16", "--num-layers 24"],
+    ),
+    "chunks without stages": (
+        {"num_virtual_stages_per_pipeline_rank": 2},
+        ["pipeline_model_parallel_size 1", "--num-virtual-stages-per-pipeline-rank 1"],
+    ),
+    "chunks twice": (
+        {
+            "num_layers": 4,
+            "pipeline_model_parallel_size": 2,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "num_layers_per_virtual_pipeline_stage": 1,
+        },
+        ["num_virtual_stages_per_pipeline_rank 2, num_layers_per_virtual_pipeline_stage 1", "null"],
+    ),
+    "layout and ends": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": "Et|tL",
+            "decoder_first_pipeline_num_layers": 1,
+        },
+        ["pipeline_model_parallel_layout Et|tL, decoder_first_pipeline_num_layers 1"],
+    ),
+    "ends and places": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "account_for_loss_in_pipeline_split": True,
+            "decoder_last_pipeline_num_layers": 1,
+        },
+        ["decoder_last_pipeline_num_layers 1, account_for_loss_in_pipeline_split true"],
+    ),
+    "interleaved without chunks": (
+        {"pipeline_schedule": "interleaved", "pipeline_model_parallel_size": 2},
+        ["pipeline_schedule interleaved, 1 chunk a stage", "--num-virtual-stages-per-pipeline-rank"],
+    ),
+    **{
+        f"{schedule} with chunks": (
+            {
+                "num_layers": 4,
+                "pipeline_schedule": schedule,
+                "pipeline_model_parallel_size": 2,
+                "num_virtual_stages_per_pipeline_rank": 2,
+            },
+            [f"pipeline_schedule {schedule}, 2 chunks a stage", "--pipeline-schedule interleaved"],
+        )
+        for schedule in ("1f1b", "gpipe", "1f1b-low-memory")
+    },
+    "small group of micro-batches": (
+        {
+            "num_layers": 8,
+            "pipeline_model_parallel_size": 4,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "microbatch_group_size_per_virtual_pipeline_stage": 3,
+        },
+        ["microbatch_group_size_per_virtual_pipeline_stage 3, pipeline_model_parallel_size 4", "stage 4"],
+    ),
+    "low memory with context parallelism": (
+        {"pipeline_schedule": "1f1b-low-memory", "context_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        ["deadlock", "context_parallel_size 2", "--cp-comm-type all_gather or a2a"],
+    ),
+    "recompute in blocks": (
+        {"recompute_granularity": "full", "recompute_method": "block"},
+        ["recompute_method block", "method uniform", "--recompute-method uniform"],
+    ),
+    "recompute over several layers": (
+        {"recompute_granularity": "full", "recompute_num_layers": 2},
+        ["recompute_num_layers 2", "--recompute-num-layers 1"],
+    ),
+    "recompute other parts": (
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")},
+        ["recompute_modules core_attn mlp", "--recompute-modules core_attn"],
+    ),
+    "recompute parts of whole layers": (
+        {"recompute_granularity": "full", "recompute_modules": ("core_attn",)},
+        ["recompute_granularity full", "--recompute-granularity selective"],
+    ),
+    "recompute number without granularity": (
+        {"recompute_num_layers": 1},
+        ["recompute_granularity not given", "--recompute-granularity full"],
+    ),
+    "recompute method with parts": (
+        {"recompute_granularity": "selective", "recompute_method": "uniform"},
+        ["recompute_method uniform, recompute_granularity selective"],
+    ),
     "padded below vocab": (
         {"vocab_size": 300, "padded_vocab_size": 256},
         ["padded_vocab_size 256", "300", "set it to 384"],
@@ -135,6 +229,9 @@ def test_impossible_combination_names_keys_numbers_and_a_way_out(values, parts):
         *((name, 0) for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "ffn_hidden_size")),
         *((name, 0) for name in ("num_query_groups", "kv_channels", "vocab_size", "make_vocab_size_divisible_by")),
         *((name, 0) for name in ("padded_vocab_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")),
+        *((name, 0) for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")),
+        *((name, 0) for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")),
+        *((name, 0) for name in ("microbatch_group_size_per_virtual_pipeline_stage", "recompute_num_layers")),
         *((name, 0) for name in ("context_parallel_size", "expert_model_parallel_size", "micro_batch_size")),
         *((name, 0) for name in ("global_batch_size", "train_iters", "eval_interval", "exit_interval", "log_interval")),
         *((name, 0) for name in ("save_interval", "num_cpu_devices", "distributed_timeout_minutes", "lr_decay_iters")),
@@ -184,6 +281,29 @@ def test_values_out_of_range_are_refused_by_name(name, value):
         {"save_interval": 10, "save": "somewhere"},
         {"profile_step_end": 3},
         {"lr": 0.0},
+        {"pipeline_model_parallel_size": 2},
+        tp(4, pipeline_model_parallel_size=2, padded_vocab_size=304),
+        {"num_virtual_stages_per_pipeline_rank": 1},
+        {"pipeline_model_parallel_size": 2, "num_layers": 3, "decoder_last_pipeline_num_layers": 1},
+        {"pipeline_model_parallel_size": 2, "num_layers": 3, "account_for_loss_in_pipeline_split": True},
+        {"pipeline_model_parallel_size": 2, "num_layers": 3, "pipeline_model_parallel_layout": "E|t|tt|L"},
+        *(
+            {"pipeline_model_parallel_size": 2, "pipeline_schedule": name}
+            for name in ("1f1b", "1f1b-low-memory", "gpipe")
+        ),
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_layers": 4,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "pipeline_schedule": "interleaved",
+            "microbatch_group_size_per_virtual_pipeline_stage": 3,
+        },
+        # Without chunks a group has no meaning, as in the reference.
+        {"pipeline_model_parallel_size": 2, "microbatch_group_size_per_virtual_pipeline_stage": 1},
+        {"recompute_granularity": "full"},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
     ],
 )
 def test_what_fits_passes(values):
@@ -223,6 +343,21 @@ def test_padded_vocab_size_is_the_next_multiple():
     assert padded_vocab_size(29, 8, 4) == 32
 
 
+@pytest.mark.parametrize("stages", [1, 2, 4, 8, 128])
+def test_padding_for_the_usual_numbers_of_stages_is_the_reference_s(stages):
+    for ranks in (1, 2, 8):
+        assert padded_vocab_size(50257, 128, ranks, stages) == padded_vocab_size(50257, 128, ranks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows"), [((50257, 128, 1, 3), 50304), ((50257, 128, 2, 3), 50688), ((257, 1, 2, 6), 264)]
+)
+def test_padding_is_a_multiple_of_the_devices_that_share_the_vocabulary(arguments, rows):
+    assert padded_vocab_size(*arguments) == rows
+    assert rows % (arguments[2] * arguments[3]) == 0
+    assert rows % (arguments[1] * arguments[2]) == 0
+
+
 def test_resolve_fills_everything_that_is_derived():
     config = resolve(changed(**tp(2)), vocab_size=257, data_parallel_size=3)
     assert config.model.ffn_hidden_size == 256
@@ -230,10 +365,59 @@ def test_resolve_fills_everything_that_is_derived():
     assert config.model.kv_channels == 8
     assert config.model.activation == "gelu_tanh"
     assert (config.model.vocab_size, config.model.padded_vocab_size) == (257, 512)
+    assert config.parallel.pipeline_schedule == "1f1b"
     assert config.data.split == "969,30,1"
     assert config.optimizer.lr_decay_iters == 5
     assert config.training.global_batch_size == 6
     assert resolve(config) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "schedule", "group"),
+    [
+        ({}, "1f1b", None),
+        ({"pipeline_model_parallel_size": 2}, "1f1b", None),
+        ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "gpipe"}, "gpipe", None),
+        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 1}, "1f1b", None),
+        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, "interleaved", 2),
+        ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}, "interleaved", 2),
+        ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2}, "1f1b", None),
+        ({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|t|t|tL"}, "interleaved", 2),
+        ({"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Et|t|t|tL"}, "1f1b", None),
+    ],
+)
+def test_the_schedule_follows_from_the_number_of_chunks(values, schedule, group):
+    config = resolve(changed(num_layers=4, **values))
+    assert config.parallel.pipeline_schedule == schedule
+    assert config.parallel.microbatch_group_size_per_virtual_pipeline_stage == group
+    assert resolve(config) == config
+    validate(config)
+
+
+def test_the_low_memory_schedule_is_refused_beside_context_parallelism_for_its_own_reason():
+    # By itself, so that it still holds when context parallelism is no longer refused as a whole.
+    from jmegatron.config.validation import _check_low_memory_schedule
+
+    for values in (
+        {"pipeline_schedule": "1f1b-low-memory"},
+        {"pipeline_schedule": "1f1b", "context_parallel_size": 2},
+        {"context_parallel_size": 2},
+    ):
+        _check_low_memory_schedule(changed(**values))
+    with pytest.raises(ConfigError, match=r"(?s)deadlock.*context_parallel_size 2.*--pipeline-schedule 1f1b"):
+        _check_low_memory_schedule(changed(pipeline_schedule="1f1b-low-memory", context_parallel_size=2))
+
+
+def test_recomputation_fills_in_what_it_leaves_open():
+    full = resolve(changed(recompute_granularity="full"))
+    assert (full.training.recompute_method, full.training.recompute_num_layers) == ("uniform", 1)
+    assert full.training.recompute_modules == ()
+    selective = resolve(changed(recompute_granularity="selective"))
+    assert selective.training.recompute_modules == ("core_attn",)
+    assert (selective.training.recompute_method, selective.training.recompute_num_layers) == (None, None)
+    for config in (full, selective):
+        assert resolve(config) == config
+        validate(config)
 
 
 def test_resolve_leaves_open_what_it_cannot_know():

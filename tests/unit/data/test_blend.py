@@ -21,6 +21,7 @@ from jmegatron.data.blend import (
 )
 from jmegatron.data.build import build_gpt_datasets
 from jmegatron.data.indexed_dataset import IndexedDatasetBuilder
+from jmegatron.data.split import split_ranges
 from jmegatron.errors import DataFileError, UsageError
 
 # ---------------------------------------------------------------------------------------------------------- order
@@ -132,6 +133,8 @@ def test_words_are_weights_and_prefixes_or_prefixes_alone():
         (["-1", "a"], "got weight -1.0 for a"),
         (["nan", "a"], "got weight nan"),
         (["inf", "a"], "got weight inf"),
+        (["1e308", "a", "1e308", "b"], "expected a finite sum"),
+        (["1e300", "a", "1e-300", "b"], "no share that rounds to 0"),
         (["p"] * 32769, "got 32769 corpora, expected at most 32767"),
     ],
 )
@@ -150,6 +153,16 @@ def test_files_hold_what_would_stand_on_the_command_line(tmp_path):
         "valid": ("c", "d"),
         "test": (),
     }
+
+
+def test_null_is_a_part_without_data(tmp_path):
+    (tmp_path / "f").write_text('{"train": ["a"], "valid": null, "test": null}')
+    assert read_split_data_args(str(tmp_path / "f")) == {"train": ("a",), "valid": (), "test": ()}
+
+
+def test_split_whose_sum_is_infinite_is_refused():
+    with pytest.raises(UsageError, match=r"--split: got '1e308,1e308,1'.*with a finite sum"):
+        split_ranges("1e308,1e308,1", 100)
 
 
 @pytest.mark.parametrize("content", ["", "[", "[]", '{"train": []}', '{"train": 3, "valid": [], "test": []}', '"x"'])
@@ -196,6 +209,22 @@ def test_samples_of_a_blend_are_those_of_its_parts_in_the_order_of_the_index(cor
             np.testing.assert_array_equal(whole[name][number], values)
         assert (inner["tokens"] >= 100).all() == bool(part)
     assert np.bincount(train.index.dataset_index).tolist() == [30, 70]
+
+
+@pytest.mark.parametrize(("second", "expected"), [(np.uint16, np.uint16), (np.int32, np.int32)])
+def test_text_of_a_blend_is_as_wide_as_its_widest_corpus(tmp_path, second, expected):
+    for name, dtype in (("a", np.uint16), ("b", second)):
+        with IndexedDatasetBuilder(tmp_path / name, dtype) as builder:
+            builder.add_document(np.arange(300) + (65_000 if name == "a" else 0))
+            builder.finalize()
+    pair = (str(tmp_path / "a"), str(tmp_path / "b"))
+    train, *_ = _build(Blend(pair, (0.5, 0.5)), (20, 0, 0), vocab_size=65_536, split="1,0,0")
+    text = train.compact(np.arange(20))["text"]
+    assert text.dtype == expected
+    for number in range(20):
+        part, inner = train.index.dataset_index[number], train.index.dataset_sample_index[number]
+        np.testing.assert_array_equal(text[number, :-1], train.datasets[part][int(inner)]["tokens"])
+        assert (text[number] >= 65_000).all() == (part == 0)
 
 
 def test_blend_without_weights_gives_every_sample_once_or_stops(corpora):

@@ -28,6 +28,18 @@ def test_every_pattern_of_ends_equals_a_plain_walk(tokens):
 
 
 def test_nothing_ends_by_default():
-    found = Borders(0).arrays(np.array([1, 0, 1], np.int32))
-    assert set(found) == {"loss_mask"}
-    assert found["loss_mask"].tolist() == [1, 1, 1]
+    assert Borders(0).arrays(np.array([1, 0, 1], np.int32)) == {}
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=7, max_size=7), min_size=1, max_size=5), st.sampled_from("Hi"))
+def test_rows_at_once_equal_each_row_alone(rows, dtype):
+    tokens = np.array(rows, dtype)
+    found = ALL.arrays(tokens)
+    assert {name: values.dtype for name, values in found.items()} == {
+        "loss_mask": np.bool_,
+        "position_ids": np.int32,
+        "segment_ids": np.int32,
+    }
+    for row, values in enumerate(tokens):
+        for name, expected in ALL.arrays(values).items():
+            np.testing.assert_array_equal(found[name][row], expected)

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -297,7 +298,66 @@ def test_batch_of_short_and_of_long_documents_equals_the_stream(tmp_path, mean):
         np.testing.assert_array_equal(batch["tokens"][row], stream[start : start + 37])
         np.testing.assert_array_equal(batch["labels"][row], stream[start + 1 : start + 38])
     assert batch["loss_mask"].all()
-    assert dataset.batch(numbers)["loss_mask"] is batch["loss_mask"]  # so that it is placed once
+    assert dataset.batch(numbers)["loss_mask"] is batch["loss_mask"]
+    assert set(dataset.compact(numbers)) == {"text"}  # a mask of ones does not travel
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, np.uint8])
+def test_text_keeps_two_bytes_a_token_where_the_corpus_has_them(tmp_path, dtype):
+    corpus = _corpus(tmp_path / "c", [np.arange(200), np.arange(55)], dtype)
+    dataset = GPTDataset(corpus, (0, 2), None, 8, 1234, vocab_size=200)
+    text = dataset.compact(np.arange(len(dataset)))["text"]
+    assert text.dtype == (np.uint16 if dtype == np.uint16 else np.int32)
+    if np.dtype(dtype) == text.dtype:
+        assert text.ctypes.data % 64 == 0  # JAX on CPU takes it over without a copy
+    batch = dataset.batch(np.arange(len(dataset)))
+    np.testing.assert_array_equal(text[:, :-1], batch["tokens"])
+    np.testing.assert_array_equal(text[:, 1:], batch["labels"])
+    assert {name: values.dtype.name for name, values in batch.items()} == {
+        "tokens": "int32",
+        "labels": "int32",
+        "loss_mask": "float32",
+    }
+
+
+def test_ids_above_16_bits_stay_what_they_are(tmp_path):
+    corpus = _corpus(tmp_path / "c", [[70_000, 65_536, 3, 131_071, 5]], np.int32)
+    dataset = GPTDataset(corpus, (0, 1), 1, 4, 1234, vocab_size=131_072)
+    assert dataset.compact(np.array([0]))["text"].tolist() == [[70_000, 65_536, 3, 131_071, 5]]
+    assert dataset[0]["labels"].tolist() == [65_536, 3, 131_071, 5]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "token", "vocab_size"),
+    [(np.uint16, 9, 9), (np.uint16, 65_535, 65_535), (np.int32, 9, 9), (np.int32, -1, 9), (np.int32, -7, None)],
+)
+@pytest.mark.parametrize("cut", [CUT, Cut(drop_last_partial=False)])
+def test_one_wrong_id_anywhere_in_a_batch_stops(tmp_path, dtype, token, vocab_size, cut):
+    tokens = np.zeros(400, dtype)
+    tokens[333] = token
+    corpus = _corpus(tmp_path / "c", [tokens], dtype)
+    dataset = GPTDataset(corpus, (0, 1), None, 8, 1234, vocab_size=vocab_size, cut=cut)
+    with pytest.raises(DataFileError, match=f"holds token id {token}, expected 0"):
+        dataset.compact(np.arange(len(dataset)))
+    if token > 0:
+        fits = GPTDataset(corpus, (0, 1), None, 8, 1234, vocab_size=token + 1, cut=cut)
+        assert fits.compact(np.arange(len(fits)))["text"].max() == token
+
+
+@pytest.mark.parametrize("extra_token", [True, False])
+@pytest.mark.parametrize("pad_token", [-1, 9])
+def test_missing_tokens_are_0_and_do_not_count(tmp_path, extra_token, pad_token):
+    corpus = _corpus(tmp_path / "c", [[1, 2, 3], [4, 5, 6, 7]])
+    dataset = GPTDataset(
+        corpus, (0, 2), None, 4, 1234, vocab_size=9, pad_token=pad_token, cut=Cut(extra_token, drop_last_partial=False)
+    )
+    stream = np.concatenate([corpus.get(int(document)) for document in dataset.index.document_index]).tolist()
+    seen = dataset.batch(np.argsort(dataset.index.shuffle_index))
+    labels = [*stream[1:4], stream[4] if extra_token else 0, *stream[5:7], 0, 0]
+    tokens = stream[:6] if extra_token else stream
+    assert seen["tokens"].ravel()[: len(tokens)].tolist() == tokens
+    assert seen["labels"].ravel().tolist() == labels
+    assert seen["loss_mask"].ravel().tolist() == [float(label > 0) for label in labels]
 
 
 def test_padding_id_counts_for_nothing(tmp_path):
@@ -401,6 +461,7 @@ def test_damaged_cache_is_built_again(small, tmp_path, builds, ending, damage, c
     before = len(builds)
     assert _same(_build(small, cache_dir=cache, num_samples=(20, 0, 0))[0], good)
     assert len(builds) == before + 1
+    assert sum(record.levelno >= logging.WARNING for record in caplog.records) <= 1
     assert _same(_build(small, cache_dir=cache, num_samples=(20, 0, 0))[0], good)
     assert len(builds) == before + 1
 
@@ -421,6 +482,17 @@ def test_cache_path_that_is_a_file_costs_a_log_line_only(small, tmp_path, caplog
     train, *_ = _build(small, cache_dir=tmp_path / "cache")
     assert _same(train, _build(small)[0])
     assert "cannot be made" in caplog.text
+
+
+def test_cache_that_cannot_be_read_costs_a_log_line_only(small, tmp_path, caplog, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    train, *_ = _build(small, cache_dir=tmp_path / "cache", num_samples=(20, 0, 0))
+    monkeypatch.undo()
+    assert _same(train, _build(small, num_samples=(20, 0, 0))[0])
+    assert caplog.text.count("cannot be read") == 1
 
 
 _TWO_AT_ONCE = """

@@ -1,11 +1,14 @@
 """The corpus format: round trips, every kind of damage, names that appear only whole, offsets beyond 32 bits."""
 
 import io
+import itertools
 import os
 import struct
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jmegatron.data.indexed_dataset import (
     IndexedDataset,
@@ -216,6 +219,62 @@ def test_failed_finalize_leaves_the_older_corpus_alone(prefix, monkeypatch):
 def test_writing_again_replaces_the_corpus(prefix):
     _write(prefix, [[9, 9]], np.int32)
     assert IndexedDataset(prefix).get(0).tolist() == [9, 9]
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory):
+    """Corpora in which a token says where it lies, of two integer widths, long and shorter than a block of a gather."""
+    corpora = {}
+    for dtype, count in itertools.product(("<u2", "<i4"), (3000, 100)):
+        prefix = tmp_path_factory.mktemp("gather") / "c"
+        with IndexedDatasetBuilder(prefix, np.dtype(dtype)) as builder:
+            builder.add_document(np.arange(count), [count])
+            builder.finalize()
+        corpora[dtype, count] = IndexedDataset(prefix)
+    return corpora
+
+
+SIZES = st.one_of(st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000]), st.integers(0, 300))
+
+
+@given(
+    st.sampled_from(["<u2", "<i4"]),
+    st.sampled_from([3000, 100]),
+    st.lists(st.tuples(SIZES, st.one_of(st.just(1.0), st.floats(0, 1))), max_size=30),
+)
+@settings(max_examples=300, deadline=None)
+def test_gather_equals_slices_one_after_the_other(numbered, dtype, count, pieces):
+    corpus = numbered[dtype, count]
+    sizes = np.array([min(size, count) for size, _ in pieces], np.int64)
+    # 1.0: the piece ends with the file.
+    starts = np.array([int(place * (count - size)) for size, (_, place) in zip(sizes, pieces, strict=True)], np.int64)
+    got = corpus.gather(starts, starts + sizes)
+    expected = [corpus.get(0, start, size) for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
+    np.testing.assert_array_equal(got, np.concatenate([np.empty(0, dtype), *expected]))
+    assert got.dtype == corpus.dtype
+    assert got.size == 0 or got.ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize("size", [0, 1, 64, 127, 128, 129])
+def test_gather_of_every_place_near_the_end_of_the_file_equals_slices(numbered, size):
+    corpus = numbered["<u2", 3000]
+    for start in range(3000 - 2 * 130, 3000 - size + 1):
+        starts = np.array([7, start, start], np.int64)
+        stops = starts + np.array([200, size, size])
+        expected = [corpus.get(0, 7, 200), *[corpus.get(0, start, size)] * 2]
+        np.testing.assert_array_equal(corpus.gather(starts, stops), np.concatenate(expected))
+
+
+def test_gather_of_many_blocks_equals_slices(tmp_path):
+    rng = np.random.default_rng(0)
+    with IndexedDatasetBuilder(tmp_path / "c", np.uint16) as builder:
+        builder.add_document(rng.integers(0, 65_000, 200_000), [200_000])
+        builder.finalize()
+    corpus = IndexedDataset(tmp_path / "c")
+    sizes = rng.exponential(900, 300).astype(np.int64)  # some 2100 blocks
+    starts = rng.integers(0, 200_000 - sizes)
+    expected = [corpus.get(0, start, size) for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
+    np.testing.assert_array_equal(corpus.gather(starts, starts + sizes), np.concatenate(expected))
 
 
 @pytest.mark.parametrize(("tokens", "lengths"), [([1, 2], [1]), ([1], [2, -1]), ([70000], None), ([-1], None)])

@@ -299,7 +299,7 @@ def test_two_runs_with_one_prefix_do_not_mix(tmp_path):
     prefix = tmp_path / "o" / "c"
     prefix.parent.mkdir()
     with (
-        sole_writer(prefix, [f"{prefix}_text_document"]),
+        sole_writer([f"{prefix}_text_document"]),
         pytest.raises(UsageError, match="another process is writing there"),
     ):
         _run(tmp_path, "o", tmp_path / "a.jsonl")
@@ -312,9 +312,10 @@ def test_sweep_leaves_what_is_not_its_own(tmp_path):
     kept = [".d_text_document.bin.1.0a.tmp", "c_text_document.bin", ".c_text_document.bin.tmp", "c.parts"]
     for name in stale + kept:
         (tmp_path / name).write_text("")
-    folder = part_folder(prefix)
+    names = [f"{prefix}_text_document"]
+    folder = part_folder(names)
     folder.mkdir()
     (folder / "0_0.bin").write_text("")
-    with sole_writer(prefix, [f"{prefix}_text_document"]):
+    with sole_writer(names):
         pass
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept)

@@ -117,9 +117,23 @@ def test_what_cannot_be_inspected_is_status_2(tmp_path, capsys):
         (["--input", prefix, "--documents", 5], "--documents: got 5, expected -1 .. 0"),
         (["--input", prefix, "--tokenizer-type", "ByteTokenizer"], "holds token id 300, expected 0 .. 256"),
         (["--input", prefix, "--tokenizer-type", "Byte"], "did you mean ByteTokenizer"),
+        (["--input", prefix, "--tokens", -3], "--tokens: got -3, expected 0 or more"),
     ):
         assert _script("inspect_dataset")(*arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def test_reader_that_goes_away_gets_no_traceback(tmp_path):
+    prefix = _corpus(str(tmp_path / "a"), [[[1]]] * 20_000)
+    command = [sys.executable, str(ROOT / "scripts" / "inspect_dataset.py"), "--input", prefix, "--documents"]
+    process = subprocess.Popen(
+        [*command, *map(str, range(20_000))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(30) == 141
 
 
 # --------------------------------------------------------------------------------------------------------- learning
@@ -165,6 +179,26 @@ def test_vocabulary_that_is_too_small_is_status_2(tmp_path, capsys):
     arguments = ["--input", tmp_path / "a.txt", "--output", tmp_path / "t"]
     assert _script("train_tokenizer")(*arguments, "--vocab-size", 200) == 2
     assert "--vocab-size: got 200, expected 257 or more" in capsys.readouterr().err
+    assert not (tmp_path / "t").exists()
+
+
+def test_what_nothing_can_be_learnt_from_is_status_2(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
+    output = ["--output", tmp_path / "t", "--vocab-size", 300]
+    for arguments, message in (
+        (["--input", tmp_path / "empty.jsonl", *output], "no text to learn from"),
+        (
+            ["--input", tmp_path / "a.jsonl", *output, "--max-documents", 0],
+            "--max-documents: got 0, expected at least 1",
+        ),
+        (["--input", tmp_path / "a.jsonl", *output, "--max-documents", -1], "--max-documents: got -1"),
+        (["--input", tmp_path / "a.jsonl", *output, "--min-frequency", -1], "--min-frequency -1"),
+        (["--input", tmp_path / "a.jsonl", "--output", tmp_path / "t", "--vocab-size", 2**70], "less than 2**31"),
+        (["--input", tmp_path / "a.jsonl", "--output", ""], "--output: got ''"),
+    ):
+        assert _script("train_tokenizer")(*arguments) == 2
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "t").exists()
 
 

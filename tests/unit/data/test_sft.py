@@ -110,6 +110,18 @@ def _plain_pairs(messages):
     return [(a, b, loss) for (a, _), (b, loss) in itertools.pairwise(stream)]
 
 
+def test_compact_form_holds_the_same_samples(tmp_path):
+    file = ConversationFile(_write(tmp_path / "a.jsonl", *_random_conversations(12)), BYTES)
+    data = SFTDataset(file, (0, 12), None, 200, seed=7)
+    numbers = np.arange(len(data))[::-1]
+    compact = data.compact(numbers)
+    assert compact["loss_mask"].dtype == bool
+    assert set(compact) == {"text", "labels", "loss_mask", "position_ids", "segment_ids"}
+    for row, number in enumerate(numbers.tolist()):
+        for name, values in data[number].items():
+            np.testing.assert_array_equal(compact["text" if name == "tokens" else name][row], values)
+
+
 @pytest.mark.parametrize(("seq_len", "num_samples"), [(200, None), (200, 70), (1000, 3), (64, 11)])
 def test_samples_are_those_of_a_plain_loop(tmp_path, seq_len, num_samples):
     conversations = _random_conversations(40)

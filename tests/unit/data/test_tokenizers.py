@@ -119,8 +119,10 @@ def test_hostile_file_beside_the_tokenizer_gives_one_message(folder):
 
 
 def test_missing_tokenizer_file_is_named(tmp_path):
-    with pytest.raises(DataFileError, match=r"nowhere.*No such file"):
+    with pytest.raises(DataFileError, match=r"nowhere: got an unreadable file \(No such file") as error:
         HuggingFaceTokenizer(tmp_path / "nowhere")
+    assert "not JSON" not in str(error.value)
+    assert str(error.value).count("fix:") == 1
 
 
 def test_build_tokenizer_knows_the_type_names(folder):
@@ -143,11 +145,13 @@ def test_build_tokenizer_knows_the_type_names(folder):
         (("SentencePieceTokenizer",), "needs --tokenizer-model, a SentencePiece"),
         (("TikTokenizer",), "needs --tokenizer-model, a JSON"),
         (("NullTokenizer",), "needs --vocab-size"),
+        (("NullTokenizer", None, 2**31), "needs --vocab-size, 1 .. 2147483647; got 2147483648"),
     ],
 )
 def test_build_tokenizer_says_what_is_missing(arguments, message):
     with pytest.raises(UsageError, match=message):
         build_tokenizer(*arguments)
+    assert build_tokenizer("NullTokenizer", vocab_size=2**31 - 1).eod == 2**31 - 1
 
 
 def test_truncation_and_padding_stored_in_a_tokenizer_file_do_not_touch_the_corpus(tmp_path):
