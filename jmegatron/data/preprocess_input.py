@@ -18,6 +18,7 @@ import io
 import json
 import logging
 import os
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -112,12 +113,20 @@ def find_input_files(inputs: Sequence[StrPath]) -> list[Path]:
 
 
 def _expand(given: str) -> list[Path]:
-    path = Path(given)
-    if path.is_dir():
-        return sorted(path for path in _walk(given) if _kind_of_name(path.name) and path.is_file())
-    if path.exists():
-        return [path]
-    return sorted(Path(match) for match in glob.glob(given, recursive=True) if Path(match).is_file())
+    mode = _mode(given)
+    if stat.S_ISDIR(mode):
+        return sorted(path for path in _walk(given) if _kind_of_name(path.name) and stat.S_ISREG(_mode(path)))
+    if mode:
+        return [Path(given)]
+    return sorted(Path(match) for match in glob.glob(given, recursive=True) if os.path.isfile(match))
+
+
+def _mode(path: StrPath) -> int:
+    """Return the mode of a file, 0 if there is none; what may not be looked at is an error in any version of Python."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def _walk(folder: str) -> Iterator[Path]:

@@ -59,7 +59,8 @@ def run(config: Config, devices: list[Any] | None = None) -> None:
     sources = build_data(config, tokenizer, resume)
     cache = startup.configure_compilation_cache(config)
     program = build_program(config, devices)
-    for line in startup.startup_lines(config, program.mesh, program.specs, cache):
+    schedule = program.settings.pipeline.build(program.num_microbatches)
+    for line in startup.startup_lines(config, program.mesh, program.specs, cache) + startup.pipeline_lines(schedule):
         _say_first(line)
     startup.check_memory(program.specs, config, program.mesh)
     state = load_state(program, resume, _say_first) if resume else program.init()

@@ -15,6 +15,7 @@ import jmegatron
 from jmegatron import partition
 from jmegatron.config import Config
 from jmegatron.errors import UsageError
+from jmegatron.pipeline.schedule import Schedule, simulate
 from jmegatron.planner import cards, formulas
 from jmegatron.training.build import compute_dtype, formula_shape
 from jmegatron.training.report import import_wandb, open_for_append, unwritable
@@ -136,6 +137,19 @@ def _parameter_lines(config: Config, specs: Any) -> list[str]:
     by_part = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in vars(parts).items() if count)
     vocab = f"vocabulary {config.model.vocab_size} padded to {config.model.padded_vocab_size}"
     return [f"parameters: {partition.num_parameters(specs):,} ({by_part}; {vocab})"]
+
+
+def pipeline_lines(schedule: Schedule) -> list[str]:
+    """Returns what the log says about a pipeline: its bubble by both definitions, and what stages keep."""
+    if schedule.num_stages == 1:
+        return []
+    costs = simulate(schedule)
+    chunks = f" x {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
+    return [
+        f"pipeline: {schedule.num_stages} stages{chunks}, {schedule.name}, {schedule.num_microbatches} micro-batches;"
+        f" bubble {costs.bubble:.1%} of the ideal time ({costs.bubble_of_total:.1%} of the total), backward counted as two"
+        f" forwards; chunks of activations in flight by stage {', '.join(map(str, costs.in_flight))}"
+    ]
 
 
 def state_bytes(config: Config, mesh: Mesh, specs: Any) -> dict[str, int]:
