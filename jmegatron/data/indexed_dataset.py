@@ -20,6 +20,7 @@ Unlike the reference, the reader checks every one of these against the others be
 import io
 import math
 import os
+import stat
 import struct
 from array import array
 from collections.abc import Sequence
@@ -103,14 +104,29 @@ class IndexedDataset:
         document_indices: int64 [documents + 1], first sequence of each document, then the number of sequences.
         sequence_modes: int8 [sequences] of a multimodal corpus, else None.
 
+    Args:
+        prefix: see above.
+        option: what the user gave the prefix with, for messages.
+
     Raises:
-        DataFileError: a file is missing, foreign, of another version, cut short, or contradicts itself or the other.
+        DataFileError: a file is missing, foreign, of another version, cut short, cannot be read, or contradicts itself
+            or the other.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]):
+    def __init__(self, prefix: str | os.PathLike[str], option: str = "--data-path"):
         self.prefix = os.fspath(prefix)
-        _require_files(self.prefix)
-        raw, num_sequences, num_marks, self.dtype = _read_header(idx_path(self.prefix))
+        try:
+            self._open(option)
+        except OSError as error:
+            raise DataFileError(
+                f"{option} {self.prefix}: {error.filename or 'its files'} cannot be read: {error.strerror or error}; "
+                "fix: check the permissions of both files and of their folder"
+            ) from error
+
+    def _open(self, option: str) -> None:
+        """Map both files, having checked them."""
+        _require_files(self.prefix, option)
+        raw, num_sequences, num_marks, self.dtype = _read_header(idx_path(self.prefix), option)
         lengths_end = HEADER.size + 4 * num_sequences
         pointers_end = lengths_end + 8 * num_sequences
         self.sequence_lengths = raw[HEADER.size : lengths_end].view("<i4")
@@ -214,7 +230,7 @@ class IndexedDataset:
                 f"sequence {at} starts at byte {pointers[at]}",
                 f"byte {expected[at]}, the sum of the lengths before it",
             )
-        if int(marks[0]) != 0 or int(marks[-1]) != len(lengths) or bool((np.diff(marks) < 0).any()):
+        if int(marks[0]) != 0 or int(marks[-1]) != len(lengths) or bool((marks[1:] < marks[:-1]).any()):
             _damaged(
                 path,
                 f"document marks run from {marks[0]} to {marks[-1]}",
@@ -238,18 +254,26 @@ class IndexedDataset:
         return np.asarray(np.memmap(path, dtype=self.dtype, mode="r"))
 
 
-def _require_files(prefix: str) -> None:
+def _require_files(prefix: str, option: str) -> None:
     """Refuse a prefix that lacks one of its two files, or that names one of the files instead."""
     for path in (idx_path(prefix), bin_path(prefix)):
-        if path.is_file():
+        if stat.S_ISREG(_mode(path)):
             continue
-        hint = "fix: give --data-path the path of an existing corpus without .bin and .idx"
+        hint = f"fix: give {option} the path of an existing corpus without .bin and .idx"
         if prefix.endswith((".bin", ".idx")):
             hint = f"fix: leave out the ending: {prefix[:-4]}"
-        raise DataFileError(f"no corpus under --data-path {prefix}: {path} does not exist; {hint}")
+        raise DataFileError(f"no corpus under {option} {prefix}: {path} does not exist; {hint}")
 
 
-def _read_header(path: Path) -> tuple[np.ndarray, int, int, np.dtype]:
+def _mode(path: Path) -> int:
+    """Return the mode of a file, 0 if there is none; a folder that cannot be searched is an OSError."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
+def _read_header(path: Path, option: str) -> tuple[np.ndarray, int, int, np.dtype]:
     """Return (the file's bytes, sequences, document marks, dtype) of an index file whose size fits its header."""
     size = path.stat().st_size
     if size < HEADER.size:
@@ -258,7 +282,7 @@ def _read_header(path: Path) -> tuple[np.ndarray, int, int, np.dtype]:
     magic, version, code, num_sequences, num_marks = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC:
         raise DataFileError(
-            f"{path} is not an indexed dataset: it starts with {magic!r}, expected {MAGIC!r}; fix: give --data-path a "
+            f"{path} is not an indexed dataset: it starts with {magic!r}, expected {MAGIC!r}; fix: give {option} a "
             "corpus written by scripts/preprocess_data.py or by Megatron-LM's preprocessing"
         )
     if version != VERSION:
@@ -267,7 +291,9 @@ def _read_header(path: Path) -> tuple[np.ndarray, int, int, np.dtype]:
         _damaged(path, f"dtype code {code}", f"one of {sorted(DTYPE_CODES)}")
     # Python integers: a damaged count must not overflow and look small.
     expected = HEADER.size + 12 * num_sequences + 8 * num_marks
-    if num_marks < 1 or size not in (expected, expected + num_sequences):
+    if num_marks < 1:
+        _damaged(path, "0 document marks", "at least 1, the end of the last document")
+    if size not in (expected, expected + num_sequences):
         _damaged(
             path,
             f"{size} bytes",

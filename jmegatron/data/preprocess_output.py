@@ -178,15 +178,7 @@ def open_corpus(prefix: str) -> IndexedDataset:
     Raises:
         DataFileError: a file of it is missing, damaged, or cannot be read.
     """
-    try:
-        return IndexedDataset(prefix)
-    except DataFileError as error:
-        raise DataFileError(str(error).replace("--data-path", "--input")) from error
-    except OSError as error:
-        raise DataFileError(
-            f"--input {prefix}: its files cannot be read: {error.strerror or error}; fix: check their permissions and "
-            "those of their folder"
-        ) from error
+    return IndexedDataset(prefix, "--input")
 
 
 @contextlib.contextmanager

@@ -130,6 +130,7 @@ DAMAGES = {
     "marks do not start at 0": (MARKS, struct.pack("<q", 1), "document marks run from 1 to 3"),
     "marks do not end at the last sequence": (MARKS + 24, struct.pack("<q", 9), "document marks run from 0 to 9"),
     "marks fall": (MARKS + 8, struct.pack("<q", 3), "document marks"),
+    "marks whose differences overflow": (MARKS + 8, struct.pack("<qq", 2**63 - 1, -(2**63)), "document marks"),
 }
 
 
