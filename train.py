@@ -9,7 +9,7 @@ import signal
 import sys
 
 from jmegatron.config import parse_or_exit
-from jmegatron.errors import UsageError
+from jmegatron.errors import TrainingError, UsageError
 
 
 def main(argv: list[str]) -> int:
@@ -24,6 +24,9 @@ def main(argv: list[str]) -> int:
     except UsageError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
+    except TrainingError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("train.py: interrupted; what was not saved is lost", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
 """What stops a run because of something the user can put right (no communication).
 
-`train.py` and the scripts print such an error as one message and exit with status 2; everything else that is raised
-exits with status 1 and keeps its traceback.
+`train.py` and the scripts print a `UsageError` as one message and exit with status 2, a `TrainingError` as one message
+with status 1; everything else that is raised exits with status 1 and keeps its traceback.
 """
 
 
@@ -18,3 +18,7 @@ class ConfigError(UsageError):
 
 class DataFileError(UsageError):
     """A data or tokenizer file is missing, damaged, foreign, or of another version."""
+
+
+class TrainingError(Exception):
+    """A run under way cannot go on, for a reason that lies in its numbers; the message says which and what to try."""

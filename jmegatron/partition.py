@@ -5,7 +5,8 @@ values, shardings, abstract arrays, weight-decay mask, gradient reductions) is a
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -49,6 +50,11 @@ class ParameterSpec:
     """
     weight_decay: bool = True
     """By what the parameter is, not by its rank: a stacked norm scale has two dims and still does not decay."""
+    matrix: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """(dims summed over, dims of the result) of a matrix that multiplies activations, counted from the end; the other
+    dims count independent matrices. None: a bias, a scale, or a table of the vocabulary or the positions."""
+    vocabulary: bool = False
+    """Word embedding or output layer, which may have a learning rate of their own."""
     stacked: tuple[tuple[int, ...], ...] = ()
     """Global layer number of each place of the leading dim, -1 where there is none; several rows: of the two leading
     dims (chunks of a pipeline's stages). Empty: not stacked."""
@@ -128,7 +134,7 @@ def to_canonical(spec: ParameterSpec, value: Array) -> Array:
     places = np.asarray(spec.stacked).reshape(-1)
     order = np.argsort(np.where(places < 0, len(places), places), kind="stable")[: int((places >= 0).sum())]
     flat = value.reshape(len(places), *value.shape[spec.num_stacked_dims :])
-    return flat if (order == np.arange(len(places))).all() else jnp.take(flat, order, axis=0)
+    return flat if np.array_equal(order, np.arange(len(places))) else jnp.take(flat, order, axis=0)
 
 
 def from_canonical(spec: ParameterSpec, value: Array) -> Array:
@@ -141,6 +147,35 @@ def from_canonical(spec: ParameterSpec, value: Array) -> Array:
         absent = (places < 0).reshape(-1, *[1] * (value.ndim - 1))
         value = jnp.where(absent, jnp.zeros((), value.dtype), filled) if (places < 0).any() else filled
     return value.reshape(spec.shape)
+
+
+def data_sharded(spec: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[P, int | None]:
+    """Returns (spec, dim) with one more dim, or a dim once more, divided over data axes (arXiv:1910.02054, stage 1).
+
+    The dim that is longest on a device among those that can be divided; never one that counts layers, so that each
+    layer can be gathered and reduced by itself. A parameter without such a dim stays as it is: dim None.
+
+    Args:
+      spec: the declaration.
+      axes: data axes, the first one slowest.
+      sizes: size of each mesh axis.
+    """
+    ranks = math.prod(sizes[axis] for axis in axes)
+    entries = [*spec.spec, *[None] * (len(spec.shape) - len(spec.spec))]
+    best, length = None, 0
+    for dim in range(spec.num_stacked_dims, len(spec.shape)):
+        local = spec.shape[dim] // math.prod(sizes[axis] for axis in axes_of(entries[dim]))
+        if local % ranks == 0 and local > length:
+            best, length = dim, local
+    if ranks == 1 or best is None:
+        return spec.spec, None
+    entries[best] = (*axes_of(entries[best]), *axes)
+    return P(*entries), best
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def partition_specs(specs: Tree) -> Tree:
@@ -201,7 +236,7 @@ def local_bytes(specs: Tree, mesh_shape: dict[str, int], itemsize: int) -> int:
     for _, s in named_specs(specs):
         ranks = 1
         for entry in s.spec:
-            for axis in (entry,) if isinstance(entry, str) else (entry or ()):
+            for axis in axes_of(entry):
                 ranks *= mesh_shape[axis]
         total += int(np.prod(s.shape)) * itemsize // ranks
     return total

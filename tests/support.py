@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jmegatron.layers import AttentionSettings, MLPSettings
 from jmegatron.mesh import build_mesh
 from jmegatron.models.gpt import ONE_STAGE, GPTSettings, PipelineParallel, gpt_specs
 from jmegatron.models.transformer import LayerSettings, TensorParallel
-from jmegatron.optimizer.adamw import AdamWSettings, global_norm
+from jmegatron.optimizer.optimizers import OptimizerSettings, global_norm
 from jmegatron.training.batches import Batch, batch_shardings
 from jmegatron.training.stages import PipelineSettings
 from jmegatron.training.step import StepSettings, make_gradient_function
@@ -107,23 +108,55 @@ def run_gradients(
     parallel = TensorParallel("tp", tp, sequence_parallel)
     cut = PipelineParallel("pp", pp, tuple(map(tuple, places)) or even_places(settings, pp)) if pp > 1 else ONE_STAGE
     step_settings = StepSettings(
-        settings, parallel, AdamWSettings(), per_token=per_token, pipeline=PipelineSettings(cut, **pipeline)
+        settings, parallel, OptimizerSettings(), per_token=per_token, pipeline=PipelineSettings(cut, **pipeline)
     )
     specs = step_settings.specs
     shardings = partition.shardings(specs, mesh)
     parameters = start_parameters(settings, seed) if parameters is None else parameters
-    parameters = jax.device_put(partition.map_specs(partition.from_canonical, specs, parameters), shardings)
-    function = make_gradient_function(step_settings, mesh)
+    parameters = jax.device_put(partition.map_specs(at_places, specs, parameters), shardings)
     key = jax.random.key(11) if dropout else None
-    report, gradients = jax.jit(function)(parameters, as_batch(arrays, num_microbatches, mesh), key)
+    function = gradient_function(step_settings, mesh)
+    report, gradients = function(parameters, as_batch(arrays, num_microbatches, mesh), key)
     grad_norm = float(jax.jit(global_norm)(gradients))
-    gradients = partition.map_specs(partition.to_canonical, specs, jax.device_get(gradients))
-    paths = jax.tree_util.tree_flatten_with_path(gradients)[0]
     return StepResult(
         loss=float(report["loss_sum"] / report["num_tokens"]),
         grad_norm=grad_norm,
-        gradients={partition.path_of(path): np.asarray(value) for path, value in paths},
+        gradients=leaves_in_order(specs, gradients),
     )
+
+
+def leaves_in_order(specs: Any, tree: Any) -> dict[str, np.ndarray]:
+    """Path -> leaf of a tree like the parameters, layers in order whatever the pipeline."""
+    tree = partition.map_specs(in_order, specs, jax.device_get(tree))
+    return {partition.path_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def at_places(spec: partition.ParameterSpec, value: np.ndarray) -> np.ndarray:
+    """The layers [layers, ...] at their places in the stacked parameter, by numpy; zeros where there is none."""
+    if not spec.stacked:
+        return value
+    placed = np.zeros(spec.shape, value.dtype)
+    flat = placed.reshape(-1, *value.shape[1:])
+    for place, layer in enumerate(itertools.chain(*spec.stacked)):
+        if layer >= 0:
+            flat[place] = value[layer]
+    return placed
+
+
+def in_order(spec: partition.ParameterSpec, value: np.ndarray) -> np.ndarray:
+    """The other way round. Places without a layer must hold zeros."""
+    if not spec.stacked:
+        return np.asarray(value)
+    flat = np.asarray(value).reshape(-1, *spec.shape[spec.num_stacked_dims :])
+    places = np.array(spec.stacked).reshape(-1)
+    assert not flat[places < 0].any()
+    return flat[[int(np.flatnonzero(places == layer)[0]) for layer in range(places.max() + 1)]]
+
+
+@functools.lru_cache(maxsize=16)
+def gradient_function(step_settings: StepSettings, mesh: Any) -> Any:
+    """The jitted gradients, kept: a second batch of the same shape is not compiled again."""
+    return jax.jit(make_gradient_function(step_settings, mesh))
 
 
 def even_places(settings: GPTSettings, pp: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:

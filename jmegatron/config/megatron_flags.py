@@ -50,6 +50,7 @@ _XLA_FUSES = "XLA decides what to fuse"
 _XLA_COMM = "XLA and JAX choose how devices communicate"
 _FP32 = "always on"
 _ORBAX = "checkpoints are written by Orbax"
+_GIVEN = "the options given always apply, not those of the checkpoint"
 _LOGGED = "always in the log line and the metrics file"
 _TORCH = "speaks of PyTorch's runtime, which is not used"
 
@@ -59,7 +60,6 @@ IGNORED = (
     OtherFlag("--transformer-impl", 1, _ONE_MODEL),
     OtherFlag("--use-flash-attn", 0, "--attention-backend chooses the kernel"),
     OtherFlag("--attention-softmax-in-fp32", 0, _FP32),
-    OtherFlag("--accumulate-allreduce-grads-in-fp32", 0, _FP32),
     OtherFlag("--apply-query-key-layer-scaling", 0, "it cancels out of a softmax in float32"),
     OtherFlag("--no-query-key-layer-scaling", 0, "it is never applied"),
     OtherFlag("--no-masked-softmax-fusion", 0, _XLA_FUSES),
@@ -99,6 +99,8 @@ IGNORED = (
     OtherFlag("--ckpt-fully-parallel-save", 0, _ORBAX),
     OtherFlag("--ckpt-fully-parallel-load", 0, _ORBAX),
     OtherFlag("--ckpt-assume-constant-structure", 0, _ORBAX),
+    OtherFlag("--override-opt_param-scheduler", 0, _GIVEN),
+    OtherFlag("--override-opt-param-scheduler", 0, _GIVEN),
     OtherFlag("--num-dataset-builder-threads", 1, "index files are built by one vectorised pass"),
     OtherFlag("--no-mmap-bin-files", 0, "files are always memory-mapped"),
     OtherFlag("--no-create-attention-mask-in-dataloader", 0, "the causal mask is never stored"),
@@ -119,37 +121,28 @@ IGNORED = (
     OtherFlag("--no-barrier-with-level-1-timing", 0, "one program per step has no inner timers"),
     OtherFlag("--no-one-logger", 0, "there is no such logger"),
     OtherFlag("--use-pytorch-profiler", 0, "--profile records a JAX trace"),
-    OtherFlag("--no-check-for-nan-in-loss-and-grad", 0, "nothing is checked yet"),
 )
 
 _CONTEXT = "context parallelism is not implemented yet"
 _EXPERTS = "mixture of experts is not implemented yet"
-_SHARDED = "sharded optimizer state is not implemented yet"
-_FP16 = "float16 and loss scaling are not implemented yet; use --bf16"
+_SHARDED = "of sharded state only --use-distributed-optimizer is implemented"
 _FP8 = "8-bit arithmetic is not implemented"
-_SCHEDULE = "only linear, cosine and constant schedules counted in iterations are implemented so far"
 _DATA = "samples are cut from packed documents only"
 _CHECKPOINT = "so far a checkpoint is always saved and restored whole"
+_SCHEDULE = "the options given apply, and the log says what differs from the checkpoint"
+_OPTIMIZERS = "adam, sgd, lion and muon are the optimizers"
+_MUON = "muon has no such switch here"
 _RESILIENCE = "this check is not implemented yet"
 _PLANNER = "the dry run is not implemented yet"
 _LOG = "this figure is not logged yet"
 _ATTENTION = "only plain and grouped-query attention are implemented"
 
 UNSUPPORTED = (
-    OtherFlag("--fp16", 0, _FP16),
-    OtherFlag("--loss-scale", 1, _FP16),
-    OtherFlag("--initial-loss-scale", 1, _FP16),
-    OtherFlag("--min-loss-scale", 1, _FP16),
-    OtherFlag("--loss-scale-window", 1, _FP16),
-    OtherFlag("--hysteresis", 1, _FP16),
     OtherFlag("--fp8-format", 1, _FP8),
     OtherFlag("--fp8-recipe", 1, _FP8),
     OtherFlag("--fp8-margin", 1, _FP8),
     OtherFlag("--fp8-param-gather", 0, _FP8),
     OtherFlag("--fp4-format", 1, _FP8),
-    OtherFlag("--use-distributed-optimizer", 0, _SHARDED),
-    OtherFlag("--overlap-grad-reduce", 0, _SHARDED),
-    OtherFlag("--overlap-param-gather", 0, _SHARDED),
     OtherFlag("--use-precision-aware-optimizer", 0, _SHARDED),
     OtherFlag("--use-torch-fsdp2", 0, _SHARDED),
     OtherFlag("--use-megatron-fsdp", 0, _SHARDED),
@@ -203,18 +196,15 @@ UNSUPPORTED = (
     OtherFlag("--rampup-batch-size", 3, "the reference ignores it nowadays; the global batch size is constant here"),
     OtherFlag("--step-batch-size-schedule", 1, "the global batch size is constant"),
     OtherFlag("--decrease-batch-size-if-needed", 0, "the global batch size is constant"),
-    OtherFlag("--train-samples", 1, _SCHEDULE + "; use --train-iters"),
-    OtherFlag("--lr-decay-samples", 1, _SCHEDULE + "; use --lr-decay-iters"),
-    OtherFlag("--lr-warmup-samples", 1, _SCHEDULE + "; use --lr-warmup-iters"),
-    OtherFlag("--lr-wsd-decay-style", 1, _SCHEDULE),
-    OtherFlag("--lr-wsd-decay-iters", 1, _SCHEDULE),
-    OtherFlag("--lr-wsd-decay-samples", 1, _SCHEDULE),
-    OtherFlag("--start-weight-decay", 1, "weight decay is constant so far"),
-    OtherFlag("--end-weight-decay", 1, "weight decay is constant so far"),
-    OtherFlag("--weight-decay-incr-style", 1, "weight decay is constant so far"),
-    OtherFlag("--decoupled-lr", 1, "all parameters share one learning rate so far"),
-    OtherFlag("--decoupled-min-lr", 1, "all parameters share one learning rate so far"),
-    OtherFlag("--sgd-momentum", 1, "adam is the only optimizer so far"),
+    OtherFlag("--muon-no-split-qkv", 0, "queries, keys and values are always orthogonalised by themselves"),
+    OtherFlag("--muon-nesterov", 0, _MUON),
+    OtherFlag("--muon-scale-mode", 1, "it is always spectral, the default; --muon-extra-scale-factor multiplies it"),
+    OtherFlag("--muon-fp32-matmul-prec", 1, _MUON),
+    OtherFlag("--muon-coefficient-type", 1, "the coefficients are always quintic, the default"),
+    OtherFlag("--muon-num-ns-steps", 1, "there are always 5 steps, the default"),
+    OtherFlag("--muon-tp-mode", 1, "whole matrices are orthogonalised, as by duplicated, the default"),
+    OtherFlag("--muon-use-syrk", 0, _MUON),
+    OtherFlag("--muon-scalar-optimizer", 1, "what is no matrix is always left to adam, the default"),
     OtherFlag("--sft-tokenizer-prompt-format", 1, "there is one template for conversations, see data/README.md"),
     OtherFlag("--no-load-optim", 0, _CHECKPOINT),
     OtherFlag("--no-load-rng", 0, _CHECKPOINT),
@@ -227,14 +217,11 @@ UNSUPPORTED = (
     OtherFlag("--save-retain-interval", 1, _CHECKPOINT),
     OtherFlag("--non-persistent-save-interval", 1, _CHECKPOINT),
     OtherFlag("--pretrained-checkpoint", 1, _CHECKPOINT),
-    OtherFlag("--use-checkpoint-opt_param-scheduler", 0, _CHECKPOINT),
-    OtherFlag("--override-opt_param-scheduler", 0, _CHECKPOINT),
-    OtherFlag("--override-opt-param-scheduler", 0, _CHECKPOINT),
+    OtherFlag("--use-checkpoint-opt_param-scheduler", 0, _SCHEDULE),
+    OtherFlag("--use-checkpoint-opt-param-scheduler", 0, _SCHEDULE),
     OtherFlag("--skip-train", 0, "evaluation alone is not implemented"),
     OtherFlag("--exit-duration-in-mins", 1, "--exit-interval and --train-iters end a run so far"),
     OtherFlag("--exit-signal-handler", 0, _RESILIENCE),
-    OtherFlag("--check-for-nan-in-loss-and-grad", 0, _RESILIENCE),
-    OtherFlag("--check-weight-hash-across-dp-replicas-interval", 1, _RESILIENCE),
     OtherFlag("--log-straggler", 0, _RESILIENCE),
     OtherFlag("--log-params-norm", 0, _LOG),
     OtherFlag("--log-num-zeros-in-grad", 0, _LOG),
@@ -258,8 +245,8 @@ UNSUPPORTED_FAMILIES = (
     ("--fsdp-", _SHARDED),
     ("--megatron-fsdp-", _SHARDED),
     ("--optimizer-offload-", _SHARDED),
-    ("--lion-", "adam is the only optimizer so far"),
-    ("--muon-", "adam is the only optimizer so far"),
+    ("--soap-", _OPTIMIZERS),
+    ("--adaptive-muon-", _OPTIMIZERS),
     ("--yarn-", "scaled rotary frequencies are not implemented yet"),
     ("--mamba-", "all layers are transformer layers"),
     ("--fim-", _DATA),

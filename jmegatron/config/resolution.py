@@ -9,7 +9,15 @@ import math
 
 from jmegatron.config.layer_split import layer_split_of, num_chunks_of
 from jmegatron.config.options import problem
-from jmegatron.config.sections import Config, DataConfig, ModelConfig, ParallelConfig, PipelineSchedule, TrainingConfig
+from jmegatron.config.sections import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PipelineSchedule,
+    TrainingConfig,
+)
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -40,21 +48,21 @@ def resolve(config: Config, vocab_size: int | None = None, data_parallel_size: i
             was not given stays `None`.
 
     Raises:
-        ConfigError: The tokenizer has more ids than `model.vocab_size` or `model.padded_vocab_size` have room for, or
-            the layers do not fit the pipeline.
+        ConfigError: The tokenizer has more ids than `model.vocab_size` or `model.padded_vocab_size` have room for, the
+            layers do not fit the pipeline, or `train_samples` is less than a batch.
     """
-    training, optimizer = _resolve_recompute(config.training), config.optimizer
+    training, optimizer = _resolve_nan_check(_resolve_recompute(config.training)), config.optimizer
     batch = training.global_batch_size
     if batch is None and data_parallel_size is not None:
         batch = training.micro_batch_size * data_parallel_size
-    decay_iters = training.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
+    training = _resolve_duration(dataclasses.replace(training, global_batch_size=batch))
     return dataclasses.replace(
         config,
         model=_resolve_model(config, vocab_size),
         parallel=_resolve_parallel(config),
         data=_resolve_data(config.data),
-        optimizer=dataclasses.replace(optimizer, lr_decay_iters=decay_iters),
-        training=dataclasses.replace(training, global_batch_size=batch),
+        optimizer=_resolve_decay(optimizer, training),
+        training=training,
     )
 
 
@@ -64,6 +72,29 @@ def _resolve_parallel(config: Config) -> ParallelConfig:
     several = num_chunks_of(layer_split_of(config)) > 1
     derived: PipelineSchedule = "interleaved" if several else "1f1b"
     return dataclasses.replace(parallel, pipeline_schedule=parallel.pipeline_schedule or derived)
+
+
+def _resolve_duration(training: TrainingConfig) -> TrainingConfig:
+    """Returns the training section with the iterations that a number of samples makes, once the batch is known."""
+    samples, batch = training.train_samples, training.global_batch_size
+    if samples is None or batch is None:
+        return training
+    if samples < batch:
+        raise problem(
+            "The run is shorter than one global batch.",
+            where=("train_samples", "global_batch_size"),
+            got=f"train_samples {samples}, global_batch_size {batch}",
+            expected="train_samples of at least global_batch_size",
+            fix=f"set --train-samples to {batch} or more, or lower --global-batch-size",
+        )
+    return dataclasses.replace(training, train_iters=samples // batch)
+
+
+def _resolve_decay(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
+    """Returns the optimizer section with the length of the decay, in what the run is counted in."""
+    if training.train_samples is not None:
+        return dataclasses.replace(optimizer, lr_decay_samples=optimizer.lr_decay_samples or training.train_samples)
+    return dataclasses.replace(optimizer, lr_decay_iters=optimizer.lr_decay_iters or training.train_iters)
 
 
 def _resolve_recompute(training: TrainingConfig) -> TrainingConfig:
@@ -77,6 +108,14 @@ def _resolve_recompute(training: TrainingConfig) -> TrainingConfig:
     if training.recompute_granularity == "selective":
         return dataclasses.replace(training, recompute_modules=training.recompute_modules or ("core_attn",))
     return training
+
+
+def _resolve_nan_check(training: TrainingConfig) -> TrainingConfig:
+    """Returns the training section without the check for NaN where steps that have one are skipped anyway."""
+    skips = training.fp16 and training.loss_scale is None
+    return dataclasses.replace(
+        training, check_for_nan_in_loss_and_grad=training.check_for_nan_in_loss_and_grad and not skips
+    )
 
 
 def _resolve_data(data: DataConfig) -> DataConfig:

@@ -118,6 +118,12 @@ class ParallelConfig:
     """Devices that share the experts of a layer (mesh axis ep)."""
     sequence_parallel: bool = False
     """Shard norms, dropout and residual over the sequence on the tp axis. Without effect at tensor_model_parallel_size 1."""  # noqa: E501
+    use_distributed_optimizer: bool = False
+    """Divide master weights and moments over the data-parallel devices: gradients are reduce-scattered and updated parameters gathered once a step, instead of an all-reduce and the whole state on each device."""  # noqa: E501
+    overlap_grad_reduce: bool = False
+    """Reduce each layer's gradients while backward of the last micro-batch still runs. The results are the same."""
+    overlap_param_gather: bool = False
+    """Gather each layer's parameters while forward of the first micro-batch runs. Needs use_distributed_optimizer and overlap_grad_reduce. The results are the same."""  # noqa: E501
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +171,7 @@ class DataConfig:
     tiktoken_special_tokens: tuple[str, ...] = ()
     """Names of the first of them, among them <unk> <s> </s> <mask> <pad> <cls> <sep>. Derived: these seven."""
     data_cache_path: str | None = None
-    """Folder for index files and the demo corpus. Derived where it is used: beside the data, else the user's cache folder."""  # noqa: E501
+    """Folder that keeps index files between runs, and the demo corpus. Derived where it is used: index files are built at each start and not kept; the demo corpus lies in the user's cache folder."""  # noqa: E501
     eod_mask_loss: bool = False
     """Give end-of-document tokens no weight in the loss."""
     reset_position_ids: bool = False
@@ -178,32 +184,62 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and the learning-rate schedule."""
+    """The optimizer and the schedules of learning rate and weight decay."""
 
-    optimizer: Literal["adam"] = "adam"
-    """The optimizer; adam decouples weight decay from the gradient."""
+    optimizer: Literal["adam", "sgd", "lion", "muon"] = "adam"
+    """adam (weight decay decoupled from the gradient), sgd with momentum (weight decay added to the gradient), lion, or muon: matrices are orthogonalised layer by layer, all else is left to adam."""  # noqa: E501
     lr: float
     """Highest learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
-    lr_decay_style: Literal["linear", "cosine", "constant"] = "linear"
-    """How the learning rate falls after the warm-up."""
+    decoupled_lr: float | None = None
+    """Highest learning rate of word embedding and output layer. Not set: lr."""
+    decoupled_min_lr: float | None = None
+    """Their learning rate at the end of the decay; counts only with decoupled_lr. Not set: min_lr."""
+    lr_decay_style: Literal["linear", "cosine", "constant", "inverse-square-root", "WSD"] = "linear"
+    """How the learning rate falls after the warm-up. WSD: it stays, and falls in a last phase."""
     lr_decay_iters: int | None = None
-    """Iterations, warm-up included, after which min_lr is reached. Derived: train_iters."""
+    """Iterations, warm-up included, after which min_lr is reached. Derived with train_iters: the same."""
+    lr_decay_samples: int | None = None
+    """The same in samples, for runs counted in them. Derived with train_samples: the same."""
     lr_warmup_iters: int = 0
     """Iterations over which the learning rate rises linearly."""
+    lr_warmup_samples: int = 0
+    """The same in samples, for runs counted in them."""
     lr_warmup_fraction: float | None = None
-    """The same as a part of lr_decay_iters, in [0, 1); not together with lr_warmup_iters."""
+    """The same as a part of lr_decay_iters or lr_decay_samples, in [0, 1); not together with the two above."""
     lr_warmup_init: float = 0.0
     """Learning rate that the warm-up starts from."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """How the learning rate falls in the last phase of WSD."""
+    lr_wsd_decay_iters: int | None = None
+    """Iterations of WSD's last phase, which ends with the decay."""
+    lr_wsd_decay_samples: int | None = None
+    """The same in samples, for runs counted in them."""
     weight_decay: float = 0.01
-    """Decoupled weight decay; biases and norms are exempt."""
+    """Weight decay; biases and norms are exempt."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay goes from start_weight_decay to end_weight_decay over the run; constant: it is weight_decay."""
+    start_weight_decay: float | None = None
+    """Weight decay of the first step; needed where it grows, and only there."""
+    end_weight_decay: float | None = None
+    """Weight decay at the end of the run, at least start_weight_decay; needed where it grows, and only there."""
     adam_beta1: float = 0.9
     """Decay of the mean of gradients, in [0, 1)."""
     adam_beta2: float = 0.999
     """Decay of the mean of squared gradients, in [0, 1)."""
     adam_eps: float = 1e-8
     """Added to the root of the second moment."""
+    sgd_momentum: float = 0.9
+    """Part of sgd's last update that the next one keeps, in [0, 1)."""
+    lion_beta1: float = 0.95
+    """Share of the mean of gradients in lion's update, in [0, 1)."""
+    lion_beta2: float = 0.98
+    """Decay of lion's mean of gradients, in [0, 1)."""
+    muon_momentum: float = 0.9
+    """Decay of muon's mean of gradients, in [0, 1)."""
+    muon_extra_scale_factor: float = 1.0
+    """Factor of muon's update of a matrix, beside the root of its longer side; 0.2 gives it the size of adam's."""
     clip_grad: float = 1.0
     """Largest global norm of the gradient; 0 turns clipping off."""
     calculate_per_token_loss: bool = False
@@ -218,8 +254,10 @@ class TrainingConfig:
     """Sequences that one data-parallel rank computes at a time."""
     global_batch_size: int | None = None
     """Sequences per optimizer step. Derived: micro_batch_size * data-parallel size."""
-    train_iters: int
-    """Optimizer steps of the whole run."""
+    train_iters: int | None = None
+    """Optimizer steps of the whole run; either this or train_samples is needed. Derived with train_samples: train_samples / global_batch_size, rounded down."""  # noqa: E501
+    train_samples: int | None = None
+    """Length of the run in samples instead; warm-up and decay are then given in samples, too."""
     eval_interval: int = 1000
     """Steps between two evaluations."""
     eval_iters: int = 100
@@ -230,6 +268,24 @@ class TrainingConfig:
     """Seed of initialisation, dropout and data order."""
     bf16: bool = False
     """Compute in bfloat16; master weights, gradients and moments stay float32."""
+    fp16: bool = False
+    """Compute in float16 with loss scaling; master weights and moments stay float32. A step with an inf or NaN gradient is skipped: its samples are used up, weights and learning rate stay. Not together with bf16."""  # noqa: E501
+    loss_scale: float | None = None
+    """Constant factor of the loss in backward, best a power of 2; needs fp16 or bf16. Not set: with fp16 the scale follows the overflows, else there is none."""  # noqa: E501
+    initial_loss_scale: float = 2.0**32
+    """Loss scale of the first step (fp16 without loss_scale, as the next three)."""
+    min_loss_scale: float = 1.0
+    """The loss scale does not fall below this."""
+    loss_scale_window: int = 1000
+    """Steps in a row without inf and NaN after which the loss scale doubles."""
+    hysteresis: int = 2
+    """Steps with inf or NaN, counted anew only when the scale doubles, from which on each of them halves it."""
+    accumulate_allreduce_grads_in_fp32: bool = False
+    """Add up and reduce gradients in float32 with fp16, too; with bf16 and in float32 that is always so."""
+    check_for_nan_in_loss_and_grad: bool = True
+    """Stop at a loss or gradient that is inf or NaN, and say where it is. Derived with fp16 and no loss_scale: off, since such steps are skipped."""  # noqa: E501
+    check_weight_hash_across_dp_replicas_interval: int | None = None
+    """Steps between two checks that replicated weights are the same bit by bit on all their devices; not set: none."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Compute activations again in the backward pass instead of keeping them. full: keep each layer's input alone; selective: keep all but what recompute_modules names."""  # noqa: E501
     recompute_method: Literal["uniform", "block"] | None = None

@@ -50,22 +50,43 @@ _RANGES: dict[str, tuple[int | float, int | float]] = {
     "expert_model_parallel_size": (1, _INF),
     "lr": (0, _INF),
     "min_lr": (0, _INF),
+    "decoupled_lr": (0, _INF),
+    "decoupled_min_lr": (0, _INF),
     "lr_decay_iters": (1, _INF),
+    "lr_decay_samples": (1, _INF),
     "lr_warmup_iters": (0, _INF),
+    "lr_warmup_samples": (0, _INF),
+    "lr_wsd_decay_iters": (1, _INF),
+    "lr_wsd_decay_samples": (1, _INF),
     "lr_warmup_fraction": (0, 1),
     "lr_warmup_init": (0, _INF),
     "weight_decay": (0, _INF),
+    "start_weight_decay": (0, _INF),
+    "end_weight_decay": (0, _INF),
     "adam_beta1": (0, 1),
     "adam_beta2": (0, 1),
     "adam_eps": (0, _INF),
+    "sgd_momentum": (0, 1),
+    "lion_beta1": (0, 1),
+    "lion_beta2": (0, 1),
+    "muon_momentum": (0, 1),
+    "muon_extra_scale_factor": (0, _INF),
     "clip_grad": (0, _INF),
     "micro_batch_size": (1, _INF),
     "global_batch_size": (1, _INF),
     "recompute_num_layers": (1, _INF),
     "train_iters": (1, _INF),
+    "train_samples": (1, _INF),
     "eval_interval": (1, _INF),
     "eval_iters": (0, _INF),
     "exit_interval": (1, _INF),
+    # Well inside float32, in which the scale, its reciprocal and the scaled loss are.
+    "loss_scale": (2.0**-64, 2.0**64),
+    "initial_loss_scale": (2.0**-64, 2.0**64),
+    "min_loss_scale": (2.0**-64, 2.0**64),
+    "loss_scale_window": (1, 2**31 - 1),
+    "hysteresis": (1, 2**31 - 1),
+    "check_weight_hash_across_dp_replicas_interval": (1, _INF),
     "seed": (0, 2**32 - 1),
     "mid_level_dataset_surplus": (0, _INF),
     "num_workers": (0, 1024),
@@ -95,6 +116,10 @@ _OPEN_ABOVE = {
     "attention_dropout",
     "adam_beta1",
     "adam_beta2",
+    "sgd_momentum",
+    "lion_beta1",
+    "lion_beta2",
+    "muon_momentum",
     "label_smoothing",
     "lr_warmup_fraction",
 }
@@ -116,12 +141,16 @@ def validate(config: Config) -> None:
     """
     for check in (
         _check_ranges,
+        _check_duration,
         _check_low_memory_schedule,
         _check_degrees,
         _check_layers_of_stages,
         _check_schedule,
         _check_microbatch_group,
         _check_recompute,
+        _check_precision,
+        _check_loss_scale,
+        _check_param_gather,
         _check_heads,
         _check_query_groups,
         _check_widths,
@@ -130,7 +159,11 @@ def validate(config: Config) -> None:
         _check_sequence_parallel,
         _check_vocab,
         _check_learning_rate,
+        _check_decoupled_rate,
+        _check_units,
         _check_warmup,
+        _check_wsd,
+        _check_weight_decay,
         _check_data_source,
         _check_tokenizer,
         _check_tokenizer_model,
@@ -361,6 +394,54 @@ def _check_recompute(config: Config) -> None:
             )
 
 
+# --- precision and the sharded optimizer -------------------------------------------------------------------------
+
+
+def _check_precision(config: Config) -> None:
+    if config.training.bf16 and config.training.fp16:
+        raise problem(
+            "A run computes in one precision.",
+            where=("bf16", "fp16"),
+            got="bf16 and fp16",
+            expected="one of the two, or neither for float32",
+            fix="remove one; --no-bf16 and --no-fp16 take back what the YAML file says",
+        )
+
+
+def _check_loss_scale(config: Config) -> None:
+    training = config.training
+    if training.loss_scale is not None and not (training.fp16 or training.bf16):
+        raise problem(
+            "float32 needs no loss scale.",
+            where=("loss_scale", "fp16", "bf16"),
+            got=f"loss_scale {training.loss_scale}, neither fp16 nor bf16",
+            expected="loss_scale beside fp16 or bf16",
+            fix="leave --loss-scale out, or add --fp16",
+        )
+    if training.min_loss_scale > training.initial_loss_scale:
+        raise problem(
+            "The loss scale would start below its minimum.",
+            where=("initial_loss_scale", "min_loss_scale"),
+            got=f"initial_loss_scale {training.initial_loss_scale}, min_loss_scale {training.min_loss_scale}",
+            expected="min_loss_scale of at most initial_loss_scale",
+            fix="lower --min-loss-scale or raise --initial-loss-scale",
+        )
+
+
+def _check_param_gather(config: Config) -> None:
+    parallel = config.parallel
+    needed = ("use_distributed_optimizer", "overlap_grad_reduce")
+    missing = [name for name in needed if not getattr(parallel, name)]
+    if parallel.overlap_param_gather and missing:
+        raise problem(
+            "overlap_param_gather needs " + " and ".join(missing) + ".",
+            where=("overlap_param_gather", *missing),
+            got="overlap_param_gather, no " + " and no ".join(missing),
+            expected=" and ".join(flag_of(name) for name in needed) + " beside --overlap-param-gather",
+            fix="add " + " and ".join(flag_of(name) for name in missing) + ", or leave --overlap-param-gather out",
+        )
+
+
 # --- model -------------------------------------------------------------------------------------------------------
 
 
@@ -516,26 +597,131 @@ def _check_learning_rate(config: Config) -> None:
             )
 
 
-def _check_warmup(config: Config) -> None:
+def _check_decoupled_rate(config: Config) -> None:
     optimizer = config.optimizer
-    decay = resolve(config).optimizer.lr_decay_iters
-    assert decay is not None
-    if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters:
+    rate, minimum = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    if rate is None and minimum is not None:
+        raise problem(
+            "decoupled_min_lr counts only with decoupled_lr.",
+            where=("decoupled_min_lr", "decoupled_lr"),
+            got=f"decoupled_min_lr {minimum}, no decoupled_lr",
+            expected="--decoupled-lr beside --decoupled-min-lr",
+            fix="add --decoupled-lr, or leave --decoupled-min-lr out",
+        )
+    for name, value in (("decoupled_min_lr", minimum), ("lr_warmup_init", optimizer.lr_warmup_init)):
+        if rate is not None and value is not None and value > rate:
+            raise problem(
+                f"{name} is above the highest learning rate of embedding and output layer.",
+                where=("decoupled_lr", name),
+                got=f"decoupled_lr {rate}, {name} {value}",
+                expected=f"{name} of at most decoupled_lr",
+                fix=f"lower {flag_of(name)} or raise --decoupled-lr",
+            )
+
+
+# What a run counted in iterations must not say in samples, and the other way round.
+_LENGTHS = ("lr_decay", "lr_warmup", "lr_wsd_decay")
+
+
+def _unit(config: Config) -> str:
+    """Returns what the run is counted in: iters or samples."""
+    return "iters" if config.training.train_samples is None else "samples"
+
+
+def _check_units(config: Config) -> None:
+    unit = _unit(config)
+    other = "samples" if unit == "iters" else "iters"
+    for length in _LENGTHS:
+        name = f"{length}_{other}"
+        if getattr(config.optimizer, name):
+            raise problem(
+                f"The run is counted in {unit}, and this length in {other}.",
+                where=(name, f"train_{unit}"),
+                got=f"{name} {getattr(config.optimizer, name)}, "
+                f"train_{unit} {getattr(config.training, f'train_{unit}')}",
+                expected=f"all lengths in {unit}, or --train-{other}",
+                fix=f"write {flag_of(f'{length}_{unit}')} instead",
+            )
+
+
+def _check_warmup(config: Config) -> None:
+    optimizer, unit = config.optimizer, _unit(config)
+    warmup_name, decay_name = f"lr_warmup_{unit}", f"lr_decay_{unit}"
+    warmup, decay = getattr(optimizer, warmup_name), getattr(resolve(config).optimizer, decay_name)
+    if optimizer.lr_warmup_fraction is not None and warmup:
         raise problem(
             "The warm-up is given twice.",
-            where=("lr_warmup_fraction", "lr_warmup_iters"),
-            got=f"lr_warmup_fraction {optimizer.lr_warmup_fraction}, lr_warmup_iters {optimizer.lr_warmup_iters}",
+            where=("lr_warmup_fraction", warmup_name),
+            got=f"lr_warmup_fraction {optimizer.lr_warmup_fraction}, {warmup_name} {warmup}",
             expected="one of the two",
-            fix="remove one; --lr-warmup-iters 0 or --lr-warmup-fraction null takes back what the YAML file says",
+            fix=f"remove one; {flag_of(warmup_name)} 0 or --lr-warmup-fraction null takes back what the YAML file says",
         )
-    if optimizer.lr_warmup_iters >= decay:
+    if warmup >= decay:
+        derived = "" if getattr(optimizer, decay_name) else f" (derived from train_{unit})"
         raise problem(
             "The warm-up is as long as the decay that contains it.",
-            where=("lr_warmup_iters", "lr_decay_iters", "train_iters"),
-            got=f"lr_warmup_iters {optimizer.lr_warmup_iters}, "
-            f"lr_decay_iters {decay}{'' if optimizer.lr_decay_iters else ' (derived from train_iters)'}",
-            expected="lr_warmup_iters below lr_decay_iters",
-            fix=f"set --lr-warmup-iters to {decay - 1} or less, or raise --lr-decay-iters",
+            where=(warmup_name, decay_name, f"train_{unit}"),
+            got=f"{warmup_name} {warmup}, {decay_name} {decay}{derived}",
+            expected=f"{warmup_name} below {decay_name}",
+            fix=f"set {flag_of(warmup_name)} to {decay - 1} or less, or raise {flag_of(decay_name)}",
+        )
+
+
+def _check_wsd(config: Config) -> None:
+    optimizer, name = config.optimizer, f"lr_wsd_decay_{_unit(config)}"
+    if optimizer.lr_decay_style == "WSD" and getattr(optimizer, name) is None:
+        raise problem(
+            "WSD needs the length of its last phase.",
+            where=("lr_decay_style", name),
+            got=f"lr_decay_style WSD, no {name}",
+            expected=f"{flag_of(name)} beside --lr-decay-style WSD",
+            fix=f"add {flag_of(name)}, often a tenth of the run, or choose another --lr-decay-style",
+        )
+
+
+def _check_weight_decay(config: Config) -> None:
+    optimizer = config.optimizer
+    start, end, style = optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_style
+    names = ("weight_decay_incr_style", "start_weight_decay", "end_weight_decay")
+    got = f"weight_decay_incr_style {style}, start_weight_decay {start}, end_weight_decay {end}"
+    if style == "constant" and (start, end) != (None, None):
+        raise problem(
+            "Constant weight decay has neither start nor end.",
+            where=names,
+            got=got,
+            expected="--weight-decay alone, or a growing style with start and end",
+            fix="give --weight-decay instead of them, or --weight-decay-incr-style linear or cosine",
+        )
+    if style != "constant" and (start is None or end is None or start > end):
+        raise problem(
+            "Growing weight decay needs a start and an end that is not below it.",
+            where=names,
+            got=got,
+            expected="0 <= start_weight_decay <= end_weight_decay",
+            fix="give --start-weight-decay and --end-weight-decay, or --weight-decay-incr-style constant",
+        )
+
+
+def _check_duration(config: Config) -> None:
+    """A resolved config has both lengths; they must then say the same."""
+    training = config.training
+    iters, samples, batch = training.train_iters, training.train_samples, training.global_batch_size
+    names = ("train_iters", "train_samples")
+    if iters is None and samples is None:
+        raise problem(
+            "The length of the run is missing.",
+            where=names,
+            got="neither",
+            expected="one of the two",
+            fix="give --train-iters, or --train-samples",
+        )
+    if iters is not None and samples is not None and (batch is None or samples // batch != iters):
+        raise problem(
+            "The length of the run is given twice.",
+            where=names,
+            got=f"train_iters {iters}, train_samples {samples}",
+            expected="one of the two",
+            fix="remove one; --train-iters null or --train-samples null takes back what the YAML file says",
         )
 
 

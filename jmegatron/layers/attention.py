@@ -141,7 +141,9 @@ def _key_value_specs(
 ) -> dict[str, ParameterSpec]:
     partial = (axis,) if axis is not None and sharded_axis is None else ()
     shape = (s.num_kv_heads, 2, s.head_dim)
-    specs = {"kernel": ParameterSpec((s.hidden_size, *shape), P(None, sharded_axis, None, None), init, partial)}
+    kernel_spec = P(None, sharded_axis, None, None)
+    matrix = (-4,), (-3, -1)  # keys and values are two matrices
+    specs = {"kernel": ParameterSpec((s.hidden_size, *shape), kernel_spec, init, partial, matrix=matrix)}
     if s.use_qkv_bias:
         specs["bias"] = ParameterSpec(shape, P(sharded_axis, None, None), zeros, partial, weight_decay=False)
     return specs

@@ -38,7 +38,8 @@ def vocab_parallel_embedding_specs(
     padded_vocab_size: int, hidden_size: int, *, axis: Axes, init: Initializer | None = None
 ) -> dict[str, ParameterSpec]:
     """Returns the declaration of embedding [padded_vocab_size, hidden_size], rows divided over axis (or axes)."""
-    return {"embedding": ParameterSpec((padded_vocab_size, hidden_size), P(axis, None), init or normal(0.02))}
+    shape = (padded_vocab_size, hidden_size)
+    return {"embedding": ParameterSpec(shape, P(axis, None), init or normal(0.02), vocabulary=True)}
 
 
 def vocab_parallel_lookup(

@@ -46,7 +46,9 @@ def column_parallel_specs(
     out = (out_features,) if isinstance(out_features, int) else tuple(out_features)
     entries: list[str | None] = [None] * len(out)
     entries[sharded_dim] = axis
-    specs = {"kernel": ParameterSpec((in_features, *out), P(None, *entries), kernel_init or normal(0.02))}
+    matrix = (-len(out) - 1,), tuple(range(-len(out), 0))
+    kernel = ParameterSpec((in_features, *out), P(None, *entries), kernel_init or normal(0.02), matrix=matrix)
+    specs = {"kernel": kernel}
     if use_bias:
         specs["bias"] = ParameterSpec(out, P(*entries), zeros, weight_decay=False)
     return specs
@@ -67,7 +69,8 @@ def row_parallel_specs(
     """
     ins = (in_features,) if isinstance(in_features, int) else tuple(in_features)
     kernel_spec = P(axis, *([None] * len(ins)))
-    specs = {"kernel": ParameterSpec((*ins, out_features), kernel_spec, kernel_init or normal(0.02))}
+    matrix = tuple(range(-len(ins) - 1, -1)), (-1,)
+    specs = {"kernel": ParameterSpec((*ins, out_features), kernel_spec, kernel_init or normal(0.02), matrix=matrix)}
     if use_bias:
         partial = (axis,) if sequence_parallel and axis else ()
         specs["bias"] = ParameterSpec((out_features,), P(None), zeros, partial_axes=partial, weight_decay=False)

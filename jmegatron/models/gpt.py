@@ -155,7 +155,8 @@ def gpt_specs(settings: GPTSettings, parallel: TensorParallel, pipeline: Pipelin
     if not s.tied:
         # Drawn as rows: a row's numbers then do not depend on how many rows of padding follow.
         columns = lambda key, shape, dtype: rows(key, shape[::-1], dtype).T  # noqa: E731
-        specs["output"] = {"kernel": ParameterSpec((s.hidden_size, s.padded_vocab_size), P(None, axes), columns)}
+        shape = (s.hidden_size, s.padded_vocab_size)
+        specs["output"] = {"kernel": ParameterSpec(shape, P(None, axes), columns, vocabulary=True)}
     return specs
 
 

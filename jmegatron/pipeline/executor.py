@@ -11,6 +11,7 @@ runs its loop over layers for a forward, or the one for a backward, and neither 
 Source: Megatron-LM pipeline_parallel/schedules.py, arXiv:2104.04473 section 2.2.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,6 +36,8 @@ def run_pipeline(
     microbatches: Any,
     *,
     axis: str | None = None,
+    reduce_layer: Callable[[Tree], Tree] | None = None,
+    gather_layer: Callable[[Tree], Tree] | None = None,
     stale: float = 0.0,
 ) -> tuple[Tree, Tree]:
     """Returns (sums of the reported tree, fp32 sums of the gradients of the objective) over micro-batches.
@@ -48,11 +51,32 @@ def run_pipeline(
       parameters: this rank's, in the compute dtype; gradients come in it and are accumulated in fp32.
       microbatches: pytree whose leaves have a leading dim `num_microbatches`; the same on all stages.
       axis: mesh axis of the stages; None: one stage.
+      reduce_layer: fp32 gradients of one layer -> the same reduced over other axes (perhaps to this rank's part). If
+        given, it runs for each layer inside the backward loop of the last micro-batch of each chunk, where the next
+        layer's backward hides it, and the gradients of layers come back reduced. Not with half ticks.
+      gather_layer: this rank's part of one layer's parameters -> the whole ones. If given, `parameters` holds parts of
+        the layers; each layer is gathered inside the forward loop of the first micro-batch of its chunk, where the
+        layer before hides it. Not with half ticks.
       stale: what buffers hold before anything is written to them (tests put garbage there).
     """
+    if reduce_layer is not None and schedule.half_ticks:
+        raise ValueError(
+            f"schedule {schedule.name}: its backward loops do not run on all stages, no reduction fits there"
+        )
     kind = _HalfTicks if schedule.half_ticks else _LockStep
-    carry = kind(model, schedule, parameters, microbatches, axis, stale=stale).run()
-    return carry["report"], carry["gradients"]
+    carry = kind(
+        model,
+        schedule,
+        parameters,
+        microbatches,
+        axis,
+        stale=stale,
+        reduce_layer=reduce_layer,
+        gather_layer=gather_layer,
+    ).run()
+    if reduce_layer is None:
+        return carry["report"], carry["gradients"]
+    return carry["report"], {**carry["gradients"], model.layers: carry["reduced"]}
 
 
 def run_forward(
@@ -84,10 +108,14 @@ class _Ticks(StageRunner):
         *,
         backward: bool = True,
         stale: float = 0.0,
+        reduce_layer: Callable[[Tree], Tree] | None = None,
+        gather_layer: Callable[[Tree], Tree] | None = None,
     ):
-        super().__init__(model, schedule.num_stages, parameters, microbatches, axis, stale)
+        super().__init__(model, schedule.num_stages, parameters, microbatches, axis, stale, reduce_layer, gather_layer)
         self.schedule, self.backward = schedule, backward
-        self.tables = tick_tables(schedule, backward=backward)
+        self.tables = tick_tables(
+            schedule, backward=backward, reduce=reduce_layer is not None, gather=gather_layer is not None
+        )
         self.rings = rings(schedule)
 
     def run(self) -> Carry:
@@ -106,11 +134,14 @@ class _Ticks(StageRunner):
         carry: Carry = {"report": jax.tree.map(lambda t: vary_like(jnp.zeros(t.shape, t.dtype), t), self.report_type)}
         if self.num_stages > 1:
             carry["embedded"] = self.embed(jnp.int32(self.schedule.forward_microbatch[0, 0]))
+        if self.gather_layer is not None:
+            carry["layers"] = self.layer_buffers(lambda layer: layer)
         if self.backward:
-            zeros = lambda p: vary_like(jnp.zeros(p.shape, jnp.float32), p)  # noqa: E731
-            carry["gradients"] = jax.tree.map(zeros, self.parameters)
+            carry["gradients"] = self.gradient_buffers()
             lead = (self.rings.residuals.size, self.layers_per_chunk)
             carry["residuals"] = [self.buffer(t, *lead) for t in self.residual_types]
+            if self.reduce_layer is not None:
+                carry["reduced"] = self.reduced_buffers()
             if self.num_stages > 1:
                 carry["input_gradient"] = self.buffer(self.x_type)
         return carry
@@ -127,6 +158,8 @@ class _Ticks(StageRunner):
             "embed": tables.embed_microbatch,
             "embed_gradient": tables.embed_gradient_microbatch,
             "loss": tables.loss_microbatch,
+            "gather": tables.gather_chunk,
+            "reduce": tables.reduce_chunk,
             "forward": {"microbatch": schedule.forward_microbatch, "chunk": schedule.forward_chunk},
             "backward": {"microbatch": schedule.backward_microbatch, "chunk": schedule.backward_chunk},
             "rings": {name: places(ring) for name, ring in self.rings._asdict().items()},
@@ -205,7 +238,7 @@ class _LockStep(_Ticks):
     def tick(self, carry: Carry, row: Row, kind: Kind) -> Carry:
         """Returns the carry after one tick."""
         if self.num_stages == 1:
-            return self._tick_of_one_stage(carry, row)
+            return self._tick_of_one_stage(carry, row, kind)
         embedded, previous, gradient = carry["embedded"], carry.get("output"), None
         if kind.backward:
             gradient = self._permute(carry["input_gradient"], -1)
@@ -215,7 +248,7 @@ class _LockStep(_Ticks):
             carry = {**carry, "embedded": self.embed(row["embed"])}
         y, loss_gradient = None, None
         if kind.forward:
-            y, gradient, carry = self._forward(carry, row, embedded, gradient)
+            y, gradient, carry = self._forward(carry, row, kind, embedded, gradient)
         if kind.loss:
             y = previous if self.schedule.loss_delay else y
             assert y is not None
@@ -224,17 +257,19 @@ class _LockStep(_Ticks):
             carry = self._backward(carry, row, kind, gradient, loss_gradient)
         return carry
 
-    def _tick_of_one_stage(self, carry: Carry, row: Row) -> Carry:
+    def _tick_of_one_stage(self, carry: Carry, row: Row, kind: Kind) -> Carry:
         """Forward, loss and backward of one micro-batch: nothing has to be kept for another tick."""
         if self.rings.residuals.size > 1:
             raise ValueError(f"schedule {self.schedule.name}: expected 1f1b with one stage")
         microbatch, chunk, place = row["forward"]["microbatch"][0], jnp.int32(0), 0
         embedded, embed_vjp = self.embed_vjp(microbatch)
-        y, residuals = self.chunk_forward(embedded, microbatch, chunk, carry.get("residuals"), place)
+        gather_chunk = row["gather"] if kind.gather else None
+        y, carry = self.chunk_forward(carry, embedded, microbatch, chunk, place, gather_chunk=gather_chunk)
         gradient, carry = self.loss(carry, row["loss"], y)
         if gradient is None:
             return carry
-        gradient, carry = self.chunk_backward({**carry, "residuals": residuals}, gradient, microbatch, chunk, place)
+        reduce_chunk = row["reduce"] if kind.reduce else None
+        gradient, carry = self.chunk_backward(carry, gradient, microbatch, chunk, place, reduce_chunk=reduce_chunk)
         return self.add_gradients(carry, embed_vjp(gradient)[0])
 
     def _permute(self, x: Array, direction: int) -> Array:
@@ -254,7 +289,7 @@ class _LockStep(_Ticks):
         return at(buffer, self.own(row["rings"][name]["read"])), {**carry, f"waiting_{name}": buffer}
 
     def _forward(
-        self, carry: Carry, row: Row, embedded: Array, gradient: Array | None
+        self, carry: Carry, row: Row, kind: Kind, embedded: Array, gradient: Array | None
     ) -> tuple[Array, Array | None, Carry]:
         """Returns (output, the gradient as it was, carry)."""
         microbatch, chunk = self.own(row["forward"]["microbatch"]), self.own(row["forward"]["chunk"])
@@ -262,13 +297,12 @@ class _LockStep(_Ticks):
         from_embedding = (self.stage == 0) & (chunk == 0)
         x = jnp.where(from_embedding, vary(embedded, self.stages), received)
         place = self.own(row["rings"]["residuals"]["write"])
-        y, residuals = self.chunk_forward(x, microbatch, chunk, carry.get("residuals"), place)
+        gather_chunk = row["gather"] if kind.gather else None
+        y, carry = self.chunk_forward(carry, x, microbatch, chunk, place, gather_chunk=gather_chunk)
         if gradient is not None:
             # Nothing goes on from this chunk before the gradient has come: so its permute starts before the chunk.
             y, gradient = lax.optimization_barrier((y, gradient))
         carry = {**carry, "received": self._permute(y, 1)}
-        if residuals is not None:
-            carry["residuals"] = residuals
         if "output" in carry:
             carry["output"] = y
         return y, gradient, carry
@@ -288,7 +322,8 @@ class _LockStep(_Ticks):
         from_loss = (self.stage == self.num_stages - 1) & (chunk == self.num_chunks - 1)
         gradient = jnp.where(from_loss, loss_gradient, gradient)
         place = self.own(row["rings"]["residuals"]["read"])
-        gradient, carry = self.chunk_backward(carry, gradient, microbatch, chunk, place)
+        reduce_chunk = row["reduce"] if kind.reduce else None
+        gradient, carry = self.chunk_backward(carry, gradient, microbatch, chunk, place, reduce_chunk=reduce_chunk)
         return {**carry, "input_gradient": gradient}
 
 
@@ -335,15 +370,12 @@ class _HalfTicks(_Ticks):
         x = jnp.where(self.stage == 0, vary(embedded, self.stages), carry["received"])
         place = self.own(row["rings"]["residuals"]["write"])
         count = jnp.where(forward != NONE, layers, 0)
-        output, residuals = self.chunk_forward(x, forward, chunk, carry.get("residuals"), place, count)
-        if residuals is None:
-            return output, carry
-        carry = {**carry, "residuals": residuals}
+        output, carry = self.chunk_forward(carry, x, forward, chunk, place, count=count)
         if kind.backward:
             backward = self.own(row["backward"]["microbatch"])
             place = self.own(row["rings"]["residuals"]["read"])
             count = jnp.where(backward != NONE, layers, 0)
-            gradient, carry = self.chunk_backward(carry, carry["received"], backward, chunk, place, count)
+            gradient, carry = self.chunk_backward(carry, carry["received"], backward, chunk, place, count=count)
             output = jnp.where(backward != NONE, gradient, output)
         return output, carry
 

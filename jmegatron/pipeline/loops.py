@@ -25,6 +25,10 @@ class Kind(NamedTuple):
     backward: bool
     embed_gradient: bool
     """Add the gradient of embeddings that stage 0 has computed."""
+    gather: bool = False
+    """Gather the parameters of the chunk whose first forward stage 0 runs now."""
+    reduce: bool = False
+    """Reduce the gradients of the chunk whose last backward stage 0 runs now: all stages have finished that chunk."""
     parity: int = 0
     """With half ticks: the tick's number modulo 2; the stages of this parity run forward."""
 
@@ -57,6 +61,10 @@ class TickTables(NamedTuple):
     """Micro-batch whose embeddings get their gradient, NONE: nobody's."""
     loss_microbatch: np.ndarray
     """Micro-batch whose loss is computed, NONE: nobody's."""
+    gather_chunk: np.ndarray
+    """Chunk whose parameters are gathered, NONE: no one's."""
+    reduce_chunk: np.ndarray
+    """Chunk whose gradients are reduced, NONE: no one's."""
 
 
 def embedding_lead(schedule: Schedule) -> int:
@@ -68,7 +76,7 @@ def embedding_lead(schedule: Schedule) -> int:
     return int(schedule.num_stages > 1)
 
 
-def tick_tables(schedule: Schedule, *, backward: bool = True) -> TickTables:
+def tick_tables(schedule: Schedule, *, backward: bool = True, gather: bool = False, reduce: bool = False) -> TickTables:
     """Returns the kind of each tick.
 
     Kinds that differ in the embedding alone are made one: a look-up that nobody needs is cheaper than one more loop to
@@ -77,6 +85,8 @@ def tick_tables(schedule: Schedule, *, backward: bool = True) -> TickTables:
     Args:
       schedule: in lock step.
       backward: whether to run backward slots; without them only the ticks up to the last loss remain.
+      gather: whether each chunk's parameters are gathered in the tick of its first forward on stage 0.
+      reduce: whether each chunk's gradients are reduced in the tick of its last backward on stage 0.
     """
     lead, delay = embedding_lead(schedule), schedule.loss_delay
     ticks = schedule.num_ticks
@@ -86,20 +96,25 @@ def tick_tables(schedule: Schedule, *, backward: bool = True) -> TickTables:
     last_chunk = schedule.forward_chunk[:, stage] == schedule.num_chunks - 1
     last_forward = np.where(last_chunk, schedule.forward_microbatch[:, stage], NONE)
     embed, gradient, loss = _shift(first_forward, -lead), _shift(last_backward, lead), _shift(last_forward, delay)
-    flags = np.stack(
-        [embed != NONE, schedule.forward_slots, loss != NONE, schedule.backward_slots, gradient != NONE], axis=1
-    )
+    gather_chunk, reduce_chunk = np.full((2, ticks), NONE)
+    for chunk in range(schedule.num_chunks):
+        if gather:
+            gather_chunk[schedule.forward_tick[0, :, chunk].min()] = chunk
+        if reduce:
+            reduce_chunk[schedule.backward_tick[0, :, chunk].max()] = chunk
+    columns = [embed != NONE, schedule.forward_slots, loss != NONE, schedule.backward_slots, gradient != NONE]
+    flags = np.stack([*columns, gather_chunk != NONE, reduce_chunk != NONE], axis=1)
     if not backward:
         flags[:, 3:] = False
         ticks = int(np.flatnonzero(flags.any(1))[-1]) + 1
         flags = flags[:ticks]
     parity = np.arange(ticks) % 2 if schedule.half_ticks else np.zeros(ticks, int)
-    slots = np.column_stack([flags[:, 1:4], parity])
+    slots = np.column_stack([flags[:, 1:4], flags[:, 5:], parity])
     for one in np.unique(slots, axis=0):
         same = (slots == one).all(1)
-        flags[same] |= flags[same].any(0)
+        flags[same] |= flags[same].any(0)  # of the same slots only the embedding's flags can differ
     kinds = [Kind(*row)._replace(parity=odd) for row, odd in zip(flags.tolist(), parity.tolist(), strict=True)]
-    return TickTables(kinds, embed[:ticks], gradient[:ticks], loss[:ticks])
+    return TickTables(kinds, embed[:ticks], gradient[:ticks], loss[:ticks], gather_chunk[:ticks], reduce_chunk[:ticks])
 
 
 def _shift(values: np.ndarray, ticks: int) -> np.ndarray:

@@ -113,11 +113,22 @@ class StageRunner:
       microbatches: see `executor.run_pipeline`.
       axis: mesh axis of the stages, or None.
       stale: what buffers hold at first.
+      reduce_layer: see `executor.run_pipeline`.
+      gather_layer: see `executor.run_pipeline`.
     """
 
     def __init__(
-        self, model: PipelineModel, num_stages: int, parameters: Tree, microbatches: Any, axis: str | None, stale: float
+        self,
+        model: PipelineModel,
+        num_stages: int,
+        parameters: Tree,
+        microbatches: Any,
+        axis: str | None,
+        stale: float,
+        reduce_layer: Callable[[Tree], Tree] | None = None,
+        gather_layer: Callable[[Tree], Tree] | None = None,
     ):
+        self.reduce_layer, self.gather_layer = reduce_layer, gather_layer
         self.model, self.axis, self.num_stages = model, axis, num_stages
         self.parameters, self.microbatches, self.stale = parameters, microbatches, stale
         self.stage = axis_rank(axis)
@@ -128,13 +139,44 @@ class StageRunner:
         self.layers_per_chunk = self.numbers.shape[2]
         self._find_types()
 
+    # ---- buffers ----
+    def layer_buffers(self, how: Callable[[Tree], Tree]) -> Tree:
+        """Returns zeros for what `how` makes of the parameters of each layer of this stage."""
+        lead = (self.layers_per_chunk,) if self.num_chunks == 1 else (self.num_chunks, self.layers_per_chunk)
+        one = jax.eval_shape(lambda: how(self._one_layer()))
+        return jax.tree.map(lambda t: vary_like(jnp.zeros((*lead, *t.shape), t.dtype), t), one)
+
+    def gradient_buffers(self) -> Tree:
+        """Returns zeros for the gradients of all parameters of this rank, whole ones."""
+        zeros = lambda p: vary_like(jnp.zeros(p.shape, jnp.float32), p)  # noqa: E731
+        rest = {name: tree for name, tree in self.parameters.items() if name != self.model.layers}
+        layers = self.layer_buffers(lambda layer: jax.tree.map(zeros, layer))
+        return {**jax.tree.map(zeros, rest), self.model.layers: layers}
+
+    def reduced_buffers(self) -> Tree:
+        """Returns zeros for the reduced gradients of all layers of this stage."""
+        reduce_layer = self.reduce_layer
+        assert reduce_layer is not None
+        zeros = lambda p: vary_like(jnp.zeros(p.shape, jnp.float32), p)  # noqa: E731
+        return self.layer_buffers(lambda layer: reduce_layer(jax.tree.map(zeros, layer)))
+
+    def layers_of(self, carry: Carry) -> Tree:
+        """Returns the stacked parameters of this stage's layers, those that have been gathered so far."""
+        return carry["layers"] if "layers" in carry else self.parameters[self.model.layers]
+
+    def _one_layer(self) -> Tree:
+        """Returns the whole parameters of this stage's first layer."""
+        first = jnp.int32(0)
+        layer = self._layer_at(self.parameters[self.model.layers], first, first)
+        return layer if self.gather_layer is None else self.gather_layer(layer)
+
     # ---- types ----
     def _find_types(self) -> None:
         """Finds shapes, dtypes and varying axes of what goes from tick to tick, without computing anything."""
         first = jnp.int32(0)
         self.x_type = jax.eval_shape(lambda: vary(self._lookup(first), self.stages))
         # A layer's output may vary over more axes than the embeddings do; one pass through a layer tells.
-        one_layer = lambda: self._layer_vjp(self._layer_at(first, first), self.like_x(0.0), self.context(first), first)  # noqa: E731
+        one_layer = lambda: self._layer_vjp(self._one_layer(), self.like_x(0.0), self.context(first), first)  # noqa: E731
         output = jax.eval_shape(lambda: one_layer()[0])
         self.x_type = jax.eval_shape(lambda: vary_like(self.like_x(0.0), output))
         self.embedding_axes = tuple(sorted(varying_axes(self.x_type) - set(self.stages)))
@@ -152,7 +194,7 @@ class StageRunner:
         depends on a random key is kept: drawing numbers is dear.
         """
         first = jnp.int32(0)
-        arguments = jax.eval_shape(lambda: (self._layer_at(first, first), self.like_x(0.0), self.context(first)))
+        arguments = jax.eval_shape(lambda: (self._one_layer(), self.like_x(0.0), self.context(first)))
         residuals = lambda parameters, x, context: self._layer_vjp(parameters, x, context, first)[1][0]  # noqa: E731
         jaxpr = jax.make_jaxpr(residuals)(*arguments)
         leaves = jax.tree.leaves(arguments)
@@ -196,8 +238,8 @@ class StageRunner:
         """Returns where a layer stands in the stacked parameters."""
         return (layer,) if self.num_chunks == 1 else (chunk, layer)
 
-    def _layer_at(self, chunk: Array, layer: Array) -> Tree:
-        return at(self.parameters[self.model.layers], *self._layer_place(chunk, layer))
+    def _layer_at(self, layers: Tree, chunk: Array, layer: Array) -> Tree:
+        return at(layers, *self._layer_place(chunk, layer))
 
     def _layer_vjp(
         self, parameters: Tree, x: Array, context: Tree, number: Array
@@ -214,35 +256,90 @@ class StageRunner:
         return y, (list(vjp.opaque_residuals), x if needed else None, vjp)
 
     def chunk_forward(
-        self, x: Array, microbatch: Array, chunk: Array, residuals: Rings, place: Any, count: Array | None = None
-    ) -> tuple[Array, Rings]:
-        """Returns (output of a chunk, the rings with its residuals at `place`).
+        self,
+        carry: Carry,
+        x: Array,
+        microbatch: Array,
+        chunk: Array,
+        place: Any,
+        *,
+        count: Array | None = None,
+        gather_chunk: Array | None = None,
+    ) -> tuple[Array, Carry]:
+        """Returns (output of a chunk, carry with its residuals at `place`).
+
+        Communication: the model's; with `gather_chunk` also that of `gather_layer`, once a layer.
 
         Args:
+          carry: with `residuals`, if there is to be a backward.
           x: its input.
           microbatch: number of the micro-batch.
           chunk: number of the chunk.
-          residuals: the rings.
           place: place in the rings.
           count: layers to run, each stage its own number (0: x and the rings as they are); None: all.
+          gather_chunk: a chunk, the same on all stages, whose parameters are gathered into `carry["layers"]`, a layer's
+            beside the layer before: no stage has run this chunk before.
         """
         numbers, context = self.own(jnp.asarray(self.numbers), chunk), self.context(microbatch)
 
-        def layer(layer: Array, carry: tuple[Array, Rings]) -> tuple[Array, Rings]:
+        def layer(layers: Tree, layer: Array, carry: tuple[Array, Rings]) -> tuple[Array, Rings]:
             x, residuals = carry
-            y, (new, needed, _) = self._layer_vjp(self._layer_at(chunk, layer), x, context, at(numbers, layer))
+            y, (new, needed, _) = self._layer_vjp(self._layer_at(layers, chunk, layer), x, context, at(numbers, layer))
             if residuals is not None:
                 new = [leaf for leaf, keep in zip(new, self.kept, strict=True) if keep]
                 new += [needed] if self.input_needed else []
                 residuals = [put(ring, leaf, place, layer) for ring, leaf in zip(residuals, new, strict=True)]
             return y, residuals
 
-        return self._over_layers(layer, (x, residuals), count)
+        start: tuple[Array, Rings] = (x, carry.get("residuals"))
+        if gather_chunk is None:
+            layers = self.layers_of(carry)
+            y, residuals = self._over_layers(lambda number, inner: layer(layers, number, inner), start, count)
+        else:
+            y, residuals, layers = self._gathering(layer, start, carry["layers"], gather_chunk)
+            carry = {**carry, "layers": layers}
+        return y, carry if residuals is None else {**carry, "residuals": residuals}
+
+    def _gathering(
+        self,
+        layer: Callable[[Tree, Array, tuple[Array, Rings]], tuple[Array, Rings]],
+        start: tuple[Array, Rings],
+        layers: Tree,
+        chunk: Array,
+    ) -> tuple[Array, Rings, Tree]:
+        """Runs a chunk's layers forward and gathers each one's parameters beside the one before."""
+        gather_layer = self.gather_layer
+        assert gather_layer is not None
+
+        def gather(number: Array, layers: Tree) -> Tree:
+            where = self._layer_place(chunk, number)
+            whole = gather_layer(at(self.parameters[self.model.layers], *where))
+            return jax.tree.map(lambda t, p: put(t, p, *where), layers, whole)
+
+        def body(carry: tuple[tuple[Array, Rings], Tree], number: Array) -> tuple[tuple[Any, Tree], None]:
+            inner, layers = carry
+            return (layer(layers, number, inner), gather(number + 1, layers)), None
+
+        last = self.layers_per_chunk - 1
+        layers = gather(jnp.int32(0), layers)
+        inner, layers = lax.scan(body, (start, layers), jnp.arange(last, dtype=jnp.int32))[0]
+        y, residuals = layer(layers, jnp.int32(last), inner)
+        return y, residuals, layers
 
     def chunk_backward(
-        self, carry: Carry, gradient: Array, microbatch: Array, chunk: Array, place: Any, count: Array | None = None
+        self,
+        carry: Carry,
+        gradient: Array,
+        microbatch: Array,
+        chunk: Array,
+        place: Any,
+        *,
+        count: Array | None = None,
+        reduce_chunk: Array | None = None,
     ) -> tuple[Array, Carry]:
         """Returns (gradient of a chunk's input, carry with the gradients of its parameters added).
+
+        Communication: the model's; with `reduce_chunk` also that of `reduce_layer`, once a layer.
 
         Args:
           carry: with `residuals` and `gradients`.
@@ -251,17 +348,19 @@ class StageRunner:
           chunk: number of the chunk.
           place: place in the rings.
           count: see `chunk_forward`.
+          reduce_chunk: a chunk, the same on all stages, whose gradients are complete once this one's are added: they
+            are reduced into `carry["reduced"]` layer by layer, so that a layer's reduction runs beside the next layer.
         """
         numbers, context = self.own(jnp.asarray(self.numbers), chunk), self.context(microbatch)
-        residuals = carry["residuals"]
+        residuals, layers = carry["residuals"], self.layers_of(carry)
 
-        def layer(layer: Array, carry: tuple[Array, Tree]) -> tuple[Array, Tree]:
+        def layer(number: Array, carry: tuple[Array, Tree]) -> tuple[Array, Tree]:
             gradient, total = carry
-            layer = self.layers_per_chunk - 1 - layer
+            layer = self.layers_per_chunk - 1 - number
             saved = [at(ring, place, layer) for ring in residuals]
             x = saved.pop() if self.input_needed else self.like_x(0.0)
             # Traced for its structure: of its forward only what was not kept is computed.
-            _, (fresh, _, vjp) = self._layer_vjp(self._layer_at(chunk, layer), x, context, at(numbers, layer))
+            _, (fresh, _, vjp) = self._layer_vjp(self._layer_at(layers, chunk, layer), x, context, at(numbers, layer))
             left = iter(saved)
             vjp.opaque_residuals = [next(left) if keep else leaf for leaf, keep in zip(fresh, self.kept, strict=True)]
             own, gradient, _ = vjp(gradient)
@@ -271,9 +370,34 @@ class StageRunner:
             add = lambda t, g: put(t, at(t, *where) + g.astype(t.dtype), *where)  # noqa: E731
             return gradient, jax.tree.map(add, total, own)
 
-        total = carry["gradients"][self.model.layers]
-        gradient, total = self._over_layers(layer, (gradient, total), count)
+        start = (gradient, carry["gradients"][self.model.layers])
+        if reduce_chunk is None:
+            gradient, total = self._over_layers(layer, start, count)
+        else:
+            gradient, total, reduced = self._reducing(layer, start, carry["reduced"], reduce_chunk)
+            carry = {**carry, "reduced": reduced}
         return gradient, {**carry, "gradients": {**carry["gradients"], self.model.layers: total}}
+
+    def _reducing(
+        self, layer: Callable[[Array, Any], Any], start: tuple[Array, Tree], reduced: Tree, chunk: Array
+    ) -> tuple[Array, Tree, Tree]:
+        """Runs a chunk's layers backward and reduces each one's gradients beside the next one's backward."""
+        reduce_layer = self.reduce_layer
+        assert reduce_layer is not None
+
+        def reduce(number: Any, total: Tree, reduced: Tree) -> Tree:
+            where = self._layer_place(chunk, jnp.int32(self.layers_per_chunk - 1 - number))
+            return jax.tree.map(lambda t, g: put(t, g, *where), reduced, reduce_layer(at(total, *where)))
+
+        def body(carry: tuple[tuple[Array, Tree], Tree], number: Array) -> tuple[tuple[tuple[Array, Tree], Tree], None]:
+            inner, reduced = carry
+            reduced = reduce(number - 1, inner[1], reduced)
+            return (layer(number, inner), reduced), None
+
+        first = layer(jnp.int32(0), start)
+        numbers = jnp.arange(1, self.layers_per_chunk, dtype=jnp.int32)
+        (gradient, total), reduced = lax.scan(body, (first, reduced), numbers)[0]
+        return gradient, total, reduce(self.layers_per_chunk - 1, total, reduced)
 
     def _over_layers(self, layer: Callable[[Array, Any], Any], start: Any, count: Array | None) -> Any:
         if count is not None:

@@ -152,12 +152,16 @@ def _trip_count(module: Module, computation: Computation, loop: Instruction, giv
 
 @dataclass(frozen=True)
 class Loop:
-    """A `while`: its name, trip count (None when unknown), place, depth of nesting (0 = outermost) and JAX name."""
+    """A `while`: its name, trip count (None when unknown), place, depth of nesting (0 = outermost) and JAX name.
+
+    `flops` are the matmul FLOPs of all its iterations when it is reached once; None when a trip count is unknown.
+    """
 
     name: str
     trip_count: int | None
     site: Site
     op_name: str
+    flops: int | None = None
 
     @property
     def depth(self) -> int:
@@ -168,11 +172,13 @@ class Loop:
 def loops(module: Module, trip_counts: Mapping[str, int] | None = None) -> list[Loop]:
     """Loops of the program in schedule order, outer ones before those inside."""
     given = trip_counts or {}
-    return [
-        Loop(each.name, _trip_count(module, module.computation(site.computation), each, given), site, each.op_name)
-        for each, site in walk(module, given)
-        if each.opcode == "while"
-    ]
+    counter, found = _Counter(module, given), []
+    for each, site in walk(module, given):
+        if each.opcode == "while":
+            computation = module.computation(site.computation)
+            count, flops = _trip_count(module, computation, each, given), counter.total(computation, each)
+            found.append(Loop(each.name, count, site, each.op_name, flops))
+    return found
 
 
 # ---- matmul FLOPs ---------------------------------------------------------------------------------------------------
@@ -271,6 +277,13 @@ class _Counter:
                 raise UnknownTripCountError(instruction.name, instruction.op_name)
             total = total + flops.times(executions)
         return total
+
+    def total(self, computation: Computation, instruction: Instruction) -> int | None:
+        """Matmul FLOPs of one execution; None when they depend on an unknown trip count."""
+        try:
+            return self.instruction(computation, instruction).total
+        except UnknownTripCountError:
+            return None
 
 
 def _largest_branch(conditional: Instruction, branches: list[MatmulFlops]) -> MatmulFlops:
@@ -639,12 +652,7 @@ def _work_between(counter: _Counter, computation: Computation, start: Instructio
     for each in order[order.index(start) + 1 : order.index(done)]:
         if each.opcode in _FREE_OPCODES or each.opcode.endswith(("-start", "-done", "-update")):
             continue
-        try:
-            flops = counter.instruction(computation, each).total
-        except UnknownTripCountError:
-            yield Work(each.name, each.opcode, None)
-        else:
-            yield Work(each.name, each.opcode, flops)
+        yield Work(each.name, each.opcode, counter.total(computation, each))
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

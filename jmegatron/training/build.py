@@ -17,8 +17,9 @@ from jmegatron.models.gpt import GPTSettings, PipelineParallel
 from jmegatron.models.transformer import LayerSettings, TensorParallel
 from jmegatron.ops.activations import is_gated
 from jmegatron.ops.attention import Backend, choose_backend
-from jmegatron.optimizer.adamw import AdamWSettings
-from jmegatron.optimizer.schedules import LearningRateSchedule
+from jmegatron.optimizer.loss_scaler import LossScalerSettings
+from jmegatron.optimizer.optimizers import OptimizerSettings
+from jmegatron.optimizer.schedules import LearningRateSchedule, WeightDecaySchedule
 from jmegatron.pipeline.layout import pipeline_layout
 from jmegatron.planner.formulas import GPTShape
 from jmegatron.training.stages import PipelineSettings
@@ -27,7 +28,23 @@ from jmegatron.training.step import StepSettings
 
 def compute_dtype(config: Config) -> Any:
     """Returns the dtype of matmul inputs and activations."""
+    if config.training.fp16:
+        return jnp.float16
     return jnp.bfloat16 if config.training.bf16 else jnp.float32
+
+
+def loss_scaler_settings(config: Config) -> LossScalerSettings | None:
+    """Returns how the loss is scaled, None where it is not: constant, or with fp16 alone as overflows demand."""
+    training = config.training
+    if not training.fp16 and training.loss_scale is None:
+        return None
+    return LossScalerSettings(
+        initial=training.initial_loss_scale,
+        minimum=training.min_loss_scale,
+        window=training.loss_scale_window,
+        hysteresis=training.hysteresis,
+        constant=training.loss_scale,
+    )
 
 
 def tensor_parallel(config: Config) -> TensorParallel:
@@ -107,20 +124,74 @@ def gpt_settings(config: Config, platform: str) -> GPTSettings:
     )
 
 
+def _updates(config: Config, length: str) -> float:
+    """Returns an option that is there in iterations and in samples, such as lr_decay, in (parts of) updates."""
+    in_samples = config.training.train_samples is not None
+    value = getattr(config.optimizer, f"{length}_{'samples' if in_samples else 'iters'}")
+    return value / _batch(config) if in_samples else float(value)
+
+
+def _batch(config: Config) -> int:
+    assert config.training.global_batch_size is not None, "the config is resolved"
+    return config.training.global_batch_size
+
+
 def learning_rate_schedule(config: Config) -> LearningRateSchedule:
     """Returns the schedule; a warm-up fraction may end within an iteration, as in the reference."""
     optimizer = config.optimizer
-    assert optimizer.lr_decay_iters is not None, "the config is resolved"
-    warmup: float = optimizer.lr_warmup_iters
-    if optimizer.lr_warmup_fraction is not None:
-        warmup = optimizer.lr_warmup_fraction * optimizer.lr_decay_iters
+    decay = _updates(config, "lr_decay")
+    fraction, wsd = optimizer.lr_warmup_fraction, optimizer.lr_decay_style == "WSD"
     return LearningRateSchedule(
         style=optimizer.lr_decay_style,
         peak=optimizer.lr,
         minimum=optimizer.min_lr,
-        warmup=float(warmup),
-        decay=float(optimizer.lr_decay_iters),
+        warmup=_updates(config, "lr_warmup") if fraction is None else fraction * decay,
+        decay=decay,
         warmup_start=optimizer.lr_warmup_init,
+        wsd_style=optimizer.lr_wsd_decay_style,
+        wsd_decay=_updates(config, "lr_wsd_decay") if wsd else None,
+        samples_per_update=_batch(config),
+    )
+
+
+def decoupled_schedule(config: Config) -> LearningRateSchedule | None:
+    """Returns the schedule of word embedding and output layer, None where it is that of all."""
+    rate, minimum = config.optimizer.decoupled_lr, config.optimizer.decoupled_min_lr
+    if rate is None:
+        return None
+    common = learning_rate_schedule(config)
+    return dataclasses.replace(common, peak=rate, minimum=common.minimum if minimum is None else minimum)
+
+
+def weight_decay_schedule(config: Config) -> WeightDecaySchedule:
+    """Returns the schedule of weight decay; it grows over the whole run, whatever the learning rate does."""
+    optimizer, training = config.optimizer, config.training
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    run = training.train_iters if training.train_samples is None else training.train_samples / _batch(config)
+    assert run is not None, "the config is resolved"
+    return WeightDecaySchedule(
+        style=optimizer.weight_decay_incr_style,
+        start=optimizer.weight_decay if start is None else start,
+        end=optimizer.weight_decay if end is None else end,
+        steps=float(run),
+    )
+
+
+def optimizer_settings(config: Config) -> OptimizerSettings:
+    """Returns the numbers of the optimizer."""
+    optimizer = config.optimizer
+    return OptimizerSettings(
+        name=optimizer.optimizer,
+        beta1=optimizer.adam_beta1,
+        beta2=optimizer.adam_beta2,
+        eps=optimizer.adam_eps,
+        sgd_momentum=optimizer.sgd_momentum,
+        lion_beta1=optimizer.lion_beta1,
+        lion_beta2=optimizer.lion_beta2,
+        muon_momentum=optimizer.muon_momentum,
+        muon_scale=optimizer.muon_extra_scale_factor,
+        weight_decay=weight_decay_schedule(config),
+        clip_grad=optimizer.clip_grad,
     )
 
 
@@ -149,20 +220,17 @@ def step_settings(config: Config, platform: str) -> StepSettings:
     Raises:
       ConfigError: the attention backend that was asked for cannot serve, or the layers do not fit the stages.
     """
-    optimizer = config.optimizer
     return StepSettings(
         model=gpt_settings(config, platform),
         parallel=tensor_parallel(config),
-        optimizer=AdamWSettings(
-            beta1=optimizer.adam_beta1,
-            beta2=optimizer.adam_beta2,
-            eps=optimizer.adam_eps,
-            weight_decay=optimizer.weight_decay,
-            clip_grad=optimizer.clip_grad,
-        ),
+        optimizer=optimizer_settings(config),
         compute_dtype=compute_dtype(config),
-        per_token=optimizer.calculate_per_token_loss,
+        per_token=config.optimizer.calculate_per_token_loss,
         pipeline=pipeline_settings(config),
+        distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        scaler=loss_scaler_settings(config),
     )
 
 

@@ -12,11 +12,14 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 
+from jmegatron import partition
 from jmegatron.checkpoint.manager import CheckpointFolder
 from jmegatron.config import Config
 from jmegatron.data.gpt_dataset import Sources
 from jmegatron.data.loader import GlobalBatchLoader
+from jmegatron.errors import TrainingError
 from jmegatron.planner import cards, formulas
 from jmegatron.training import startup
 from jmegatron.training.batches import CompactBatch
@@ -111,7 +114,7 @@ class Trainer:
 
     def __init__(self, program: Program, state: TrainState, consumed_samples: int, sources: Sources):
         config = program.config
-        assert config.training.global_batch_size is not None
+        assert config.training.global_batch_size is not None and config.training.train_iters is not None
         self.program, self.state, self.consumed_samples = program, state, consumed_samples
         assert sources[0] is not None
         self._source = sources[0]
@@ -165,17 +168,24 @@ class Trainer:
                 self.state, metrics = train_step(self.state, next(batches), key)
                 self.consumed_samples += self._batch_size
                 self._profile.after(step, metrics)
-                self._in_flight.append(metrics)
+                self._in_flight.append((step, metrics))
                 self._wait(STEPS_AHEAD)
                 if self._after_step(step, metrics):
                     return step
         return self._last
 
     def _wait(self, may_run: int) -> None:
-        """Waits until at most `may_run` steps are unfinished, and looks at the loss of each that finished."""
+        """Waits until at most `may_run` steps are unfinished, and looks at the numbers of each that finished.
+
+        Raises:
+          TrainingError: one is not finite, and --check-for-nan-in-loss-and-grad is on.
+        """
         while len(self._in_flight) > may_run:
-            loss = float(self._in_flight.popleft()["loss"])
+            step, metrics = self._in_flight.popleft()
+            loss = float(metrics["loss"])
             self._num_nan += not math.isfinite(loss)
+            if self.program.config.training.check_for_nan_in_loss_and_grad:
+                check_finite(self.program, step, loss, metrics)
 
     def _loader(self) -> GlobalBatchLoader:
         """Returns the training batches from here on; threads put them onto the devices ahead of the steps."""
@@ -223,6 +233,28 @@ def _is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
 
 
+def check_finite(program: Program, step: int, loss: float, metrics: Any) -> None:
+    """Checks the loss and every gradient of a step.
+
+    Raises:
+      TrainingError: one is not finite; the message names the step, the first such gradient and the data-parallel ranks.
+    """
+    if math.isfinite(loss) and np.isfinite(float(metrics["grad_norm"])):
+        return
+    found = [f"loss {loss}"] if not math.isfinite(loss) else []
+    paths = [path for path, _ in partition.named_specs(program.specs)]
+    bad = np.flatnonzero(~np.isfinite(np.asarray(metrics["leaf_norms"])))
+    if len(bad):
+        found.append(f"gradient of {paths[bad[0]]}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else ""))
+    ranks = np.flatnonzero(~np.isfinite(np.asarray(metrics["rank_loss_sums"])))
+    where = f"on data-parallel ranks {', '.join(map(str, ranks))}" if len(ranks) else "with a finite loss on every rank"
+    raise TrainingError(
+        f"step {step}: not finite: {', '.join(found) or 'the gradient norm'}, {where}; fix: a lower --lr or a longer"
+        " warm-up, --bf16 instead of --fp16, or look at the data of this step; --no-check-for-nan-in-loss-and-grad goes"
+        " on regardless"
+    )
+
+
 def step_report(program: Program, step: int, metrics: Any, consumed_samples: int, seconds: float) -> StepReport:
     """Returns what is reported of one step; waits for its numbers.
 
@@ -244,8 +276,8 @@ def step_report(program: Program, step: int, metrics: Any, consumed_samples: int
         loss=float(metrics["loss"]),
         grad_norm=float(metrics["grad_norm"]),
         lr=float(metrics["lr"]),
-        loss_scale=1.0,
-        skipped=0,
+        loss_scale=float(metrics.get("loss_scale", 1.0)),
+        skipped=int(metrics.get("skipped", 0)),
         consumed_samples=consumed_samples,
         consumed_tokens=consumed_samples * seq,
         step_time_s=seconds,

@@ -17,9 +17,9 @@ from jmegatron.data.indexed_dataset import best_dtype
 from jmegatron.data.sampler import CyclicOrder, SampleOrder, SequentialOrder
 from jmegatron.data.tokenizers import build_tokenizer, tokenizer_settings
 from jmegatron.mesh import PIPELINE_AXIS, build_mesh
-from jmegatron.optimizer.adamw import adamw, map_parameters
+from jmegatron.optimizer.optimizers import build_optimizer, map_parameters
 from jmegatron.training.batches import BatchPlacer, CompactBatch, compact_shardings
-from jmegatron.training.build import learning_rate_schedule, step_settings
+from jmegatron.training.build import decoupled_schedule, learning_rate_schedule, step_settings
 from jmegatron.training.state import TrainState, init_state, train_state_shardings
 from jmegatron.training.step import StepSettings, make_train_step
 
@@ -46,15 +46,15 @@ class Program:
     def init(self) -> TrainState:
         """Returns the state before the first step, created where it lies."""
         key = random.parameter_key(jax.random.key(self.config.training.seed), "parameters")
-        create = lambda key: init_state(self.specs, key, self.optimizer, self.settings.compute_dtype)  # noqa: E731
-        return jax.jit(create, out_shardings=self.state_shardings)(key)
+        return jax.jit(self._create, out_shardings=self.state_shardings)(key)
+
+    def _create(self, key: Any) -> TrainState:
+        return init_state(self.specs, key, self.optimizer, self.settings.compute_dtype, self.settings.scaler)
 
     def abstract_state(self) -> TrainState:
         """Returns shapes, dtypes and shardings of the state."""
         key = jax.random.key(0)
-        shapes = jax.eval_shape(
-            lambda key: init_state(self.specs, key, self.optimizer, self.settings.compute_dtype), key
-        )
+        shapes = jax.eval_shape(self._create, key)
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.state_shardings
         )
@@ -81,7 +81,7 @@ class Program:
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             jax.eval_shape(lambda state: self._rearranged(state, partition.to_canonical), self.abstract_state()),
-            train_state_shardings(self.canonical_specs, self.optimizer, self.settings.compute_dtype, self.mesh),
+            state_shardings(self.settings, self.canonical_specs, self.optimizer, self.mesh),
         )
 
     def to_canonical(self, state: TrainState) -> TrainState:
@@ -192,6 +192,19 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
     return dict(_PIPELINE_OPTIONS) if on_gpu and mesh.shape[PIPELINE_AXIS] > 1 else {}
 
 
+def state_shardings(settings: StepSettings, specs: Any, optimizer: Any, mesh: Mesh) -> TrainState:
+    """Returns the TrainState of NamedSharding of a step's settings, for parameters declared by `specs`."""
+    return train_state_shardings(
+        specs,
+        optimizer,
+        settings.compute_dtype,
+        mesh,
+        distributed_optimizer=settings.distributed_optimizer,
+        overlap_param_gather=settings.overlap_param_gather,
+        scaler=settings.scaler,
+    )
+
+
 def _leaves(specs: Any) -> list[Any]:
     return [spec for _, spec in partition.named_specs(specs)]
 
@@ -214,8 +227,8 @@ def build_program(config: Config, devices: list[Any]) -> Program:
     )
     settings = step_settings(config, devices[0].platform)
     specs = settings.specs
-    optimizer = adamw(settings.optimizer, learning_rate_schedule(config), partition.weight_decay_mask(specs))
-    shardings = train_state_shardings(specs, optimizer, settings.compute_dtype, mesh)
+    optimizer = build_optimizer(settings.optimizer, learning_rate_schedule(config), specs, decoupled_schedule(config))
+    shardings = state_shardings(settings, specs, optimizer, mesh)
     program = Program(config, mesh, settings, specs, optimizer, shardings)
     settings.pipeline.build(program.num_microbatches)
     return program

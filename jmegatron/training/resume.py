@@ -105,6 +105,8 @@ def changed_options(config: Config, saved: Config) -> list[str]:
 
 _STRUCTURE_OPTIONS = (
     "training.bf16",
+    "training.fp16",
+    "optimizer.optimizer",
     "model.num_layers",
     "model.hidden_size",
     "model.ffn_hidden_size",

@@ -105,11 +105,12 @@ def _num_samples(config: Config, resume: Resume | None) -> NumSamples:
     """Returns the samples that training, validation and test need, as many as the reference asks for."""
     training = config.training
     size = training.global_batch_size
-    assert size is not None
+    assert size is not None and training.train_iters is not None
     steps_left = training.train_iters - (resume.step if resume else 0)
     evaluations = training.train_iters // training.eval_interval + 1
+    needed = (resume.consumed_samples if resume else 0) + max(steps_left, 0) * size
     return (
-        (resume.consumed_samples if resume else 0) + max(steps_left, 0) * size,
+        max(needed, training.train_samples or 0),  # as the reference: the samples of no whole batch, too
         evaluations * training.eval_iters * size,
         training.eval_iters * size,
     )

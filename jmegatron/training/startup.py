@@ -1,5 +1,6 @@
 """Before the first step: devices, caches, paths, and what the start-up log says. No communication."""
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -15,6 +16,7 @@ import jmegatron
 from jmegatron import partition
 from jmegatron.config import Config
 from jmegatron.errors import UsageError
+from jmegatron.mesh import DATA_AXES
 from jmegatron.pipeline.schedule import Schedule, simulate
 from jmegatron.planner import cards, formulas
 from jmegatron.training.build import compute_dtype, formula_shape
@@ -147,8 +149,8 @@ def pipeline_lines(schedule: Schedule) -> list[str]:
     chunks = f" x {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     return [
         f"pipeline: {schedule.num_stages} stages{chunks}, {schedule.name}, {schedule.num_microbatches} micro-batches;"
-        f" bubble {costs.bubble:.1%} of the ideal time ({costs.bubble_of_total:.1%} of the total), backward counted as two"
-        f" forwards; chunks of activations in flight by stage {', '.join(map(str, costs.in_flight))}"
+        f" bubble {costs.bubble:.1%} of the ideal time ({costs.bubble_of_total:.1%} of the total), backward counted as"
+        f" two forwards; chunks of activations in flight by stage {', '.join(map(str, costs.in_flight))}"
     ]
 
 
@@ -156,10 +158,17 @@ def state_bytes(config: Config, mesh: Mesh, specs: Any) -> dict[str, int]:
     """Returns the bytes on one device of parameters, master weights (mixed precision), moments and gradients."""
     shape, dtype = dict(mesh.shape), np.dtype(compute_dtype(config))
     fp32 = partition.local_bytes(specs, shape, 4)
+    own = fp32
+    if config.parallel.use_distributed_optimizer:
+        divided = partition.map_specs(
+            lambda s: dataclasses.replace(s, spec=partition.data_sharded(s, DATA_AXES, shape)[0]), specs
+        )
+        own = partition.local_bytes(divided, shape, 4)
+    moments = 1 if config.optimizer.optimizer in ("sgd", "lion") else 2  # muon: at most
     return {
         f"parameters {dtype.name}": partition.local_bytes(specs, shape, dtype.itemsize),
-        "master weights float32": fp32 if dtype.itemsize != 4 else 0,
-        "moments float32": 2 * fp32,
+        "master weights float32": own if dtype.itemsize != 4 else 0,
+        "moments float32": moments * own,
         "gradients float32": fp32,
     }
 

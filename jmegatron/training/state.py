@@ -10,7 +10,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key
 
 from jmegatron import partition
-from jmegatron.optimizer.adamw import state_shardings
+from jmegatron.mesh import DATA_AXES
+from jmegatron.optimizer import loss_scaler
+from jmegatron.optimizer.loss_scaler import LossScale, LossScalerSettings
+from jmegatron.optimizer.optimizers import state_shardings
 from jmegatron.partition import Tree
 
 
@@ -20,17 +23,25 @@ class TrainState:
     """Everything that a step reads and replaces. A pytree."""
 
     step: Any
-    """Updates done (int32 scalar)."""
+    """Steps done, skipped ones as well (int32 scalar)."""
     parameters: Tree
     """In the compute dtype."""
     master: Tree | None
     """fp32 parameters that the optimizer updates; None where the compute dtype is fp32 (then `parameters` are they)."""
     optimizer: Any
     """optax state, fp32."""
+    loss_scale: LossScale | None = None
+    """Where the loss is scaled."""
+    skipped: Any = None
+    """Steps skipped since the run began (int32 scalar), where the loss is scaled."""
 
 
 def init_state(
-    specs: Tree, key: Key[Array, ""], optimizer: optax.GradientTransformation, compute_dtype: Any
+    specs: Tree,
+    key: Key[Array, ""],
+    optimizer: optax.GradientTransformation,
+    compute_dtype: Any,
+    scaler: LossScalerSettings | None = None,
 ) -> TrainState:
     """Returns the state before the first step; call under jit with `train_state_shardings` as out_shardings."""
     master = partition.init_parameters(specs, key, jnp.float32)
@@ -40,18 +51,47 @@ def init_state(
         parameters=jax.tree.map(lambda p: p.astype(compute_dtype), master),
         master=master if mixed else None,
         optimizer=optimizer.init(master),
+        loss_scale=None if scaler is None else loss_scaler.init(scaler),
+        skipped=None if scaler is None else jnp.zeros((), jnp.int32),
     )
 
 
 def train_state_shardings(
-    specs: Tree, optimizer: optax.GradientTransformation, compute_dtype: Any, mesh: Mesh
+    specs: Tree,
+    optimizer: optax.GradientTransformation,
+    compute_dtype: Any,
+    mesh: Mesh,
+    *,
+    distributed_optimizer: bool = False,
+    overlap_param_gather: bool = False,
+    scaler: LossScalerSettings | None = None,
 ) -> TrainState:
-    """Returns the TrainState of NamedSharding that belongs to `init_state`."""
+    """Returns the TrainState of NamedSharding that belongs to `init_state`.
+
+    Args:
+      specs: declarations of the parameters.
+      optimizer: whose state it is.
+      compute_dtype: of the parameters that a step computes with.
+      mesh: the mesh.
+      distributed_optimizer: divide master weights and the optimizer's state over the data axes as well.
+      overlap_param_gather: divide the parameters between steps like these.
+      scaler: how the loss is scaled, None: not.
+    """
+    scalar = NamedSharding(mesh, PartitionSpec())
     parameters = partition.shardings(specs, mesh)
+    master = data_shardings(specs, mesh) if distributed_optimizer else parameters
     mixed = jnp.dtype(compute_dtype) != jnp.float32
     return TrainState(
-        step=NamedSharding(mesh, PartitionSpec()),
-        parameters=parameters,
-        master=parameters if mixed else None,
-        optimizer=state_shardings(optimizer, partition.abstract(specs, jnp.float32, mesh), parameters, mesh),
+        step=scalar,
+        parameters=master if overlap_param_gather else parameters,
+        master=master if mixed else None,
+        optimizer=state_shardings(optimizer, partition.abstract(specs, jnp.float32, mesh), master, mesh),
+        loss_scale=None if scaler is None else LossScale(scalar, scalar, scalar),
+        skipped=None if scaler is None else scalar,
     )
+
+
+def data_shardings(specs: Tree, mesh: Mesh) -> Tree:
+    """Returns the NamedSharding of each parameter's optimizer state: its own, divided over the data axes as well."""
+    shape = dict(mesh.shape)
+    return partition.map_specs(lambda s: NamedSharding(mesh, partition.data_sharded(s, DATA_AXES, shape)[0]), specs)

@@ -16,21 +16,23 @@ Both are equal where all have equally many counted tokens. The reported loss is 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key
 
 from jmegatron import partition
-from jmegatron.collectives import axis_size, sum_over, vary
+from jmegatron.collectives import axis_size, gather_from, gather_sequence, reduce_scatter_to, sum_over, vary
 from jmegatron.mesh import DATA_AXES
 from jmegatron.models.gpt import GPTSettings, Tokens, gpt_specs
 from jmegatron.models.transformer import TensorParallel
-from jmegatron.optimizer.adamw import AdamWSettings, clip_by_norm, global_norm
+from jmegatron.optimizer import loss_scaler
+from jmegatron.optimizer.loss_scaler import LossScalerSettings
+from jmegatron.optimizer.optimizers import OptimizerSettings, clip_by_norm, squared_norms
 from jmegatron.partition import Tree
 from jmegatron.pipeline.executor import run_forward, run_pipeline
 from jmegatron.training.batches import Batch, CompactBatch, batch_specs, expand
@@ -46,10 +48,19 @@ class StepSettings:
 
     model: GPTSettings
     parallel: TensorParallel
-    optimizer: AdamWSettings
+    optimizer: OptimizerSettings
     compute_dtype: Any = jnp.float32
     per_token: bool = False
     pipeline: PipelineSettings = dataclasses.field(default_factory=PipelineSettings)
+    distributed_optimizer: bool = False
+    """Each data-parallel rank reduces, keeps and updates its part of the optimizer's state (ZeRO-1)."""
+    overlap_grad_reduce: bool = False
+    """Reduce a layer's gradients inside the backward loop of the last micro-batch."""
+    overlap_param_gather: bool = False
+    """Between steps each rank holds its part of the parameters, too; a layer's are gathered inside the forward loop of
+    the first micro-batch. Needs the distributed optimizer."""
+    scaler: LossScalerSettings | None = None
+    """How the loss is scaled; a step whose gradients are not finite is skipped then."""
 
     @property
     def specs(self) -> Tree:
@@ -70,55 +81,211 @@ def _tokens(batch: Batch, weights: Array) -> Tokens:
     return Tokens(batch.tokens, batch.labels, weights, batch.sample_ids, batch.position_ids, batch.segment_ids)
 
 
-def local_gradients(
-    settings: StepSettings, specs: Tree, parameters: Tree, batch: Batch, dropout_key: Key[Array, ""] | None
-) -> tuple[Tree, Tree]:
-    """Returns (loss sum and token count of the global batch, fp32 gradients reduced to the parameters' layout).
+class GradientLayout:
+    """How gradients are reduced over the ranks that hold parts of them, leaf by leaf; and parameters gathered.
 
-    Runs inside shard_map. Communication: tp and pp as in `run_pipeline` with `gpt_pipeline_model`; once a step an
-    all-reduce of the fp32 gradients over (dp, ep, cp), of the partial leaves over tp as well, and of two scalars.
+    Without the distributed optimizer a gradient ends up like its parameter, by an all-reduce over the data axes. With
+    it each rank ends up with its part, by a reduce-scatter, and new parameters are gathered from their parts.
+
+    Args:
+      settings: of the step.
+      mesh_shape: size of each mesh axis.
     """
-    weights = _token_weights(batch.loss_mask, settings.per_token, axis_size(DATA_AXES))
-    varying = partition.map_specs(lambda s, p: vary(p, (*DATA_AXES, *s.partial_axes)), specs, parameters)
-    microbatches = (_tokens(batch, weights), batch.loss_mask)
+
+    def __init__(self, settings: StepSettings, mesh_shape: Mapping[str, int]):
+        self.specs = settings.specs
+        keep = lambda s: (s.spec, None)  # noqa: E731
+        divide = lambda s: partition.data_sharded(s, DATA_AXES, mesh_shape)  # noqa: E731
+        self._layout = partition.map_specs(divide if settings.distributed_optimizer else keep, self.specs)
+
+    @property
+    def partition_specs(self) -> Tree:
+        """The PartitionSpec of each reduced gradient."""
+        return partition.map_specs(lambda s, layout: layout[0], self.specs, self._layout)
+
+    def reduce(self, gradients: Tree, *, but: str | None = None) -> Tree:
+        """Returns the reduced gradients.
+
+        Communication, inside shard_map: parts are summed over their axes first (few, small), then everything over the
+        data axes: one all-reduce of what stays whole, a reduce-scatter of each leaf that is divided.
+
+        Args:
+          gradients: like the parameters.
+          but: key of a sub-tree that is reduced already.
+        """
+        rest = {name: tree for name, tree in gradients.items() if name != but}
+        specs, layout = ({name: tree[name] for name in rest} for tree in (self.specs, self._layout))
+        reduced = self._reduce(specs, layout, rest, 0)
+        return reduced if but is None else {**reduced, but: gradients[but]}
+
+    def reduce_layer(self, name: str) -> Callable[[Tree], Tree]:
+        """Returns the function that reduces one layer of the stacked gradients under `name`."""
+
+        def reduce(gradients: Tree) -> Tree:
+            specs = self.specs[name]
+            dropped = partition.named_specs(specs)[0][1].num_stacked_dims
+            return self._reduce(specs, self._layout[name], gradients, dropped)
+
+        return reduce
+
+    def _reduce(self, specs: Tree, layout: Tree, gradients: Tree, dropped: int) -> Tree:
+        parts = partition.map_specs(lambda s, _, g: sum_over(g, s.partial_axes or None), specs, layout, gradients)
+        leaves, treedef = jax.tree.flatten(parts)
+        dims = [dim for _, dim in jax.tree.leaves(layout, is_leaf=_is_layout)]
+        whole = iter(sum_over([g for g, dim in zip(leaves, dims, strict=True) if dim is None], DATA_AXES))
+        reduced = [
+            next(whole) if dim is None else reduce_scatter_to(vary(g, DATA_AXES), DATA_AXES, dim - dropped)
+            for g, dim in zip(leaves, dims, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, reduced)
+
+    def gather(self, parts: Tree, *, but: str | None = None) -> Tree:
+        """Returns whole parameters from each rank's part.
+
+        Communication: an all-gather over the data axes.
+
+        Args:
+          parts: like the parameters.
+          but: key of a sub-tree that is left as it is.
+        """
+        join = lambda s, layout, p: p if layout[1] is None else gather_from(p, DATA_AXES, layout[1])  # noqa: E731
+        return {
+            name: tree if name == but else partition.map_specs(join, self.specs[name], self._layout[name], tree)
+            for name, tree in parts.items()
+        }
+
+    def gather_layer(self, name: str) -> Callable[[Tree], Tree]:
+        """Returns the function that gathers one layer of the stacked parameters under `name`, marked as varying."""
+
+        def join(s: partition.ParameterSpec, layout: tuple[PartitionSpec, int | None], p: Array) -> Array:
+            axes = (*DATA_AXES, *s.partial_axes)
+            return vary(p if layout[1] is None else gather_sequence(p, DATA_AXES, layout[1] - s.num_stacked_dims), axes)
+
+        return lambda parts: partition.map_specs(join, self.specs[name], self._layout[name], parts)
+
+
+def _is_layout(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], PartitionSpec)
+
+
+def local_gradients(
+    settings: StepSettings,
+    layout: GradientLayout,
+    parameters: Tree,
+    batch: Batch,
+    dropout_key: Key[Array, ""] | None,
+    scale: Array | float = 1.0,
+) -> tuple[Tree, Tree]:
+    """Returns (loss sum and token count of the global batch and this rank's loss sum, reduced fp32 gradients).
+
+    The gradients are those of the objective times `scale`.
+
+    Runs inside shard_map. Communication: tp and pp as in `run_pipeline` with `gpt_pipeline_model`; once a step
+    `GradientLayout.reduce`, that of layers inside the backward loop where asked for; two scalars over the data axes.
+    """
+    weights = _token_weights(batch.loss_mask, settings.per_token, axis_size(DATA_AXES)) * scale
     model = gpt_pipeline_model(settings.model, settings.parallel, settings.pipeline.parallel, dropout_key)
+    parts = model.layers if settings.overlap_param_gather else None
+    if parts:
+        parameters = layout.gather(parameters, but=parts)
+    mark = lambda s, p: vary(p, (*DATA_AXES, *s.partial_axes))  # noqa: E731
+    varying = {
+        name: tree if name == parts else partition.map_specs(mark, layout.specs[name], tree)
+        for name, tree in parameters.items()
+    }
+    microbatches = (_tokens(batch, weights), batch.loss_mask)
     schedule = settings.pipeline.build(batch.loss_mask.shape[0])
-    axis = settings.pipeline.parallel.axis
-    report, gradients = run_pipeline(model, schedule, varying, microbatches, axis=axis)
-    reduced = _reduce_gradients(specs, gradients)
-    return sum_over(report, DATA_AXES), reduced
+    overlap = settings.overlap_grad_reduce
+    report, gradients = run_pipeline(
+        model,
+        schedule,
+        varying,
+        microbatches,
+        axis=settings.pipeline.parallel.axis,
+        reduce_layer=layout.reduce_layer(model.layers) if overlap else None,
+        gather_layer=layout.gather_layer(model.layers) if parts else None,
+    )
+    ranks = report["loss_sum"][None]
+    report = {**sum_over(report, DATA_AXES), "rank_loss_sums": ranks}
+    return report, layout.reduce(gradients, but=model.layers if overlap else None)
 
 
-def _reduce_gradients(specs: Tree, gradients: Tree) -> Tree:
-    """Sums parts over tp first (few, small), then everything over the data axes in one collective."""
-    gradients = partition.map_specs(lambda s, g: sum_over(g, s.partial_axes or None), specs, gradients)
-    return sum_over(gradients, DATA_AXES)
+REPORT_SPECS = {"loss_sum": PartitionSpec(), "num_tokens": PartitionSpec(), "rank_loss_sums": PartitionSpec(DATA_AXES)}
+"""Where the parts of `local_gradients`' report lie."""
 
 
-def make_gradient_function(
-    settings: StepSettings, mesh: Mesh
-) -> Callable[[Tree, Batch | CompactBatch, Key[Array, ""] | None], tuple[Tree, Tree]]:
-    """Returns (parameters, batch, dropout_key) -> (report, gradients) on global arrays; to be jitted."""
-    specs = settings.specs
-    parameter_specs = partition.partition_specs(specs)
+def make_gradient_function(settings: StepSettings, mesh: Mesh) -> Callable[..., tuple[Tree, Tree]]:
+    """Returns (parameters, batch, dropout_key, scale=None) -> (report, gradients) on global arrays; to be jitted.
+
+    The gradients are those of the objective, times `scale` if that is given.
+
+    With the distributed optimizer the gradients are divided over the data axes as well; as global arrays they are the
+    same.
+    """
+    layout = GradientLayout(settings, dict(mesh.shape))
+    whole = partition.partition_specs(settings.specs)
+    parameter_specs = layout.partition_specs if settings.overlap_param_gather else whole
 
     def gradients(
-        parameters: Tree, batch: Batch | CompactBatch, dropout_key: Key[Array, ""] | None
+        parameters: Tree,
+        batch: Batch | CompactBatch,
+        dropout_key: Key[Array, ""] | None,
+        scale: Array | None = None,
     ) -> tuple[Tree, Tree]:
         batch = expand(batch)
 
-        def body(parameters: Tree, batch: Batch, key: Key[Array, ""] | None) -> tuple[Tree, Tree]:
-            return local_gradients(settings, specs, parameters, batch, key)
+        def body(parameters: Tree, batch: Batch, key: Key[Array, ""] | None, scale: Array | None) -> tuple[Tree, Tree]:
+            return local_gradients(settings, layout, parameters, batch, key, 1.0 if scale is None else scale)
 
         mapped = jax.shard_map(
             body,
             mesh=mesh,
-            in_specs=(parameter_specs, batch_specs(batch), PartitionSpec()),
-            out_specs=(PartitionSpec(), parameter_specs),
+            in_specs=(parameter_specs, batch_specs(batch), PartitionSpec(), PartitionSpec()),
+            out_specs=(REPORT_SPECS, layout.partition_specs),
         )
-        return mapped(parameters, batch, dropout_key)
+        return mapped(parameters, batch, dropout_key, scale)
 
     return gradients
+
+
+def _parts_and_whole(settings: StepSettings, mesh: Mesh) -> tuple[Callable[[Tree], Tree], Callable[[Tree], Tree]]:
+    """Returns (whole parameters -> each rank's part, the other way round) on global arrays.
+
+    Communication: the first none, the second an all-gather over the data axes.
+    """
+    if not settings.distributed_optimizer:
+        return (lambda tree: tree), (lambda tree: tree)
+    layout = GradientLayout(settings, dict(mesh.shape))
+    whole, parts = partition.partition_specs(settings.specs), layout.partition_specs
+
+    def own_parts(tree: Tree) -> Tree:
+        divide = lambda p, spec: jax.lax.with_sharding_constraint(p, NamedSharding(mesh, spec))  # noqa: E731
+        return jax.tree.map(divide, tree, parts)
+
+    def gather(tree: Tree) -> Tree:
+        if settings.overlap_param_gather:
+            return tree  # the next step's forward gathers
+        return jax.shard_map(layout.gather, mesh=mesh, in_specs=(parts,), out_specs=whole)(tree)
+
+    return own_parts, gather
+
+
+def _skip_unless_finite(settings: StepSettings, old: TrainState, new: TrainState, leaf_norms: Array) -> TrainState:
+    """Returns the new state if every gradient is finite, else the old one, a step further and with its scale updated.
+
+    Communication: none beyond that of the norms, which every device knows alike.
+    """
+    assert settings.scaler is not None and old.loss_scale is not None
+    finite = jnp.isfinite(leaf_norms).all()
+    keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
+    return TrainState(
+        step=new.step,
+        parameters=keep(new.parameters, old.parameters),
+        master=keep(new.master, old.master),
+        optimizer=keep(new.optimizer, old.optimizer),
+        loss_scale=loss_scaler.update(settings.scaler, old.loss_scale, ~finite),
+        skipped=old.skipped + ~finite,
+    )
 
 
 def make_train_step(
@@ -130,33 +297,47 @@ def make_train_step(
     """Returns the step (state, batch, dropout_key) -> (state, metrics); jit it with the state donated.
 
     Metrics: loss (token-weighted mean over the global batch), grad_norm (before clipping), num_tokens, lr (of this
-    step: `schedule` is the one that the optimizer was built with).
+    step: `schedule` is the one that the optimizer was built with), rank_loss_sums [data ranks] and leaf_norms [leaves,
+    in tree order] (squared; they tell where a number is not finite); where the loss is scaled also loss_scale (of this
+    step) and skipped (steps so far): a step whose gradients are not finite changes neither weights nor schedule.
     Communication: see `local_gradients`; the norm adds one all-reduce over tp of a scalar per leaf that tp divides.
     """
     gradient_function = make_gradient_function(settings, mesh)
+    own_parts, gather = _parts_and_whole(settings, mesh)
 
     def train_step(
         state: TrainState, batch: Batch | CompactBatch, dropout_key: Key[Array, ""] | None
     ) -> tuple[TrainState, Metrics]:
-        report, gradients = gradient_function(state.parameters, batch, dropout_key)
-        grad_norm = global_norm(gradients)
+        scaler = state.loss_scale
+        scale = None if scaler is None else scaler.scale
+        report, gradients = gradient_function(state.parameters, batch, dropout_key, scale)
+        if scaler is not None:
+            gradients = loss_scaler.unscale(gradients, scaler)
+        leaf_norms = squared_norms(gradients)
+        grad_norm = jnp.sqrt(leaf_norms.sum())
         gradients = clip_by_norm(gradients, grad_norm, settings.optimizer.clip_grad)
-        master = state.parameters if state.master is None else state.master
+        mixed = state.master is not None
+        master = state.master if mixed else own_parts(state.parameters)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, master)
         master = optax.apply_updates(master, updates)
-        mixed = state.master is not None
         new_state = TrainState(
             step=state.step + 1,
-            parameters=jax.tree.map(lambda p: p.astype(settings.compute_dtype), master) if mixed else master,
+            parameters=gather(jax.tree.map(lambda p: p.astype(settings.compute_dtype), master)),
             master=master if mixed else None,
             optimizer=optimizer_state,
         )
-        return new_state, {
+        metrics = {
             "loss": report["loss_sum"] / jnp.maximum(report["num_tokens"], 1.0),
             "grad_norm": grad_norm,
             "num_tokens": report["num_tokens"],
-            "lr": schedule(state.step),
+            "lr": schedule(state.step if scaler is None else state.step - state.skipped),
+            "rank_loss_sums": report["rank_loss_sums"],
+            "leaf_norms": leaf_norms,
         }
+        if scaler is not None:
+            new_state = _skip_unless_finite(settings, state, new_state, leaf_norms)
+            metrics |= {"loss_scale": scale, "skipped": new_state.skipped}
+        return new_state, metrics
 
     return train_step
 

@@ -24,7 +24,7 @@ from jmegatron.layers import cross_entropy
 from jmegatron.mesh import build_mesh
 from jmegatron.models.gpt import gpt_specs
 from jmegatron.models.transformer import TensorParallel
-from jmegatron.optimizer.adamw import AdamWSettings, adamw
+from jmegatron.optimizer.optimizers import OptimizerSettings, build_optimizer
 from jmegatron.optimizer.schedules import LearningRateSchedule
 from jmegatron.planner import formulas, hlo
 from jmegatron.planner.hlo_text import leaves
@@ -136,10 +136,10 @@ def build(case):
     """The jitted step and its abstract arguments (state, batch, dropout key), and the evaluation step."""
     mesh = build_mesh(devices_of(case), dp=case.dp, tp=case.tp)
     dtype = jnp.dtype(case.dtype)
-    settings = StepSettings(case.settings, case.parallel, AdamWSettings(), compute_dtype=dtype)
+    settings = StepSettings(case.settings, case.parallel, OptimizerSettings(), compute_dtype=dtype)
     specs = gpt_specs(case.settings, case.parallel)
     schedule = LearningRateSchedule("cosine", 1e-3, 1e-4, 2.0, 100.0)
-    optimizer = adamw(settings.optimizer, schedule, partition.weight_decay_mask(specs))
+    optimizer = build_optimizer(settings.optimizer, schedule, specs)
     shardings = train_state_shardings(specs, optimizer, dtype, mesh)
     shapes = jax.eval_shape(lambda key: init_state(specs, key, optimizer, dtype), jax.random.key(0))
     lead = (case.num_microbatches, MICRO_BATCH * case.dp)

@@ -29,7 +29,7 @@ from jmegatron import partition
 from jmegatron.mesh import BATCH_AXES, build_mesh
 from jmegatron.models.gpt import GPTSettings, Tokens, gpt_logits, gpt_loss, gpt_specs
 from jmegatron.models.transformer import TensorParallel
-from jmegatron.optimizer.adamw import AdamWSettings, adamw
+from jmegatron.optimizer.optimizers import OptimizerSettings, build_optimizer
 from jmegatron.optimizer.schedules import LearningRateSchedule
 from jmegatron.training.state import TrainState, train_state_shardings
 from jmegatron.training.step import StepSettings, make_gradient_function, make_train_step
@@ -71,7 +71,7 @@ def one_step(
     parallel = TensorParallel("tp", tp, sequence_parallel)
     specs = gpt_specs(settings, parallel)
     gradient_function = make_gradient_function(
-        StepSettings(settings, parallel, AdamWSettings(), per_token=per_token), mesh
+        StepSettings(settings, parallel, OptimizerSettings(), per_token=per_token), mesh
     )
 
     def forward(parameters, batch):
@@ -210,8 +210,8 @@ def train(model: str, dp: int, tp: int, sequence_parallel: bool):
     parallel = TensorParallel("tp", tp, sequence_parallel)
     specs = gpt_specs(settings, parallel)
     schedule = LearningRateSchedule("cosine", peak=2e-3, minimum=2e-4, warmup=4.0, decay=20.0)
-    numbers = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_grad=1.0)
-    optimizer = adamw(numbers, schedule, partition.weight_decay_mask(specs))
+    numbers = OptimizerSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_grad=1.0)
+    optimizer = build_optimizer(numbers, schedule, specs)
     parameters = reference_parameters(model)
     state = jax.device_put(
         TrainState(np.zeros((), np.int32), parameters, None, jax.jit(optimizer.init)(parameters)),

@@ -64,10 +64,10 @@ def test_a_pasted_megatron_line_works_and_reports_what_has_no_effect():
 
 
 def test_the_first_unsupported_flag_of_a_pasted_line_is_named(capsys):
-    err = refusal(capsys, "--fp16", "--use-distributed-optimizer", "--no-such-flag")
-    assert err.splitlines()[0].endswith("--fp16 is a Megatron-LM flag that is not supported here.")
+    err = refusal(capsys, "--multi-latent-attention", "--use-torch-fsdp2", "--no-such-flag")
+    assert err.splitlines()[0].endswith("--multi-latent-attention is a Megatron-LM flag that is not supported here.")
     # The others are named as well, so that a line need not be tried once per flag.
-    assert "further on the line also: --use-distributed-optimizer" in err
+    assert "further on the line also: --use-torch-fsdp2" in err
     assert "--no-such-flag" not in err
 
 
@@ -142,7 +142,7 @@ def test_single_dash_and_bare_double_dash_are_unknown(capsys):
         ("--normalization", "layernorm", "one of LayerNorm, RMSNorm"),
         ("--activation", "relu", "one of gelu_tanh"),
         ("--attention-backend", "flash", "one of auto, fused, unfused"),
-        ("--optimizer", "sgd", "one of adam"),
+        ("--optimizer", "soap", "one of adam, sgd, lion, muon"),
     ],
 )
 def test_wrong_type_names_option_value_and_type(capsys, flag, value, expected):
@@ -215,10 +215,19 @@ def test_missing_required_options_are_all_named(capsys):
         "--seq-length",
         "--lr",
         "--micro-batch-size",
-        "--train-iters",
     ):
         assert flag in err
     assert "--hidden-size" not in err
+
+
+def test_the_length_of_the_run_is_required_in_one_of_two_ways(capsys):
+    without = [*BASE[: BASE.index("--train-iters")], "--mock-data"]
+    with pytest.raises(SystemExit):
+        parse_or_exit(without)
+    assert "give --train-iters, or --train-samples" in capsys.readouterr().err
+    config = load_config([*without, "--train-samples", "43", "--global-batch-size", "8"])
+    assert config.training.train_iters == 5
+    assert config_from_yaml(to_yaml(config)) == config
 
 
 @pytest.mark.parametrize(

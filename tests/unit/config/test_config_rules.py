@@ -42,6 +42,10 @@ def tp(size: int, **values) -> dict:
     return {"tensor_model_parallel_size": size, **values}
 
 
+def samples(count: int, **values) -> dict:
+    return {"train_iters": None, "train_samples": count, **values}
+
+
 BAD = {
     "heads not by tp": (tp(3), ["num_attention_heads 8", "tensor_model_parallel_size 3", "1, 2, 4, 8"]),
     "hidden not by heads": ({"hidden_size": 60}, ["hidden_size 60", "num_attention_heads 8", "--kv-channels"]),
@@ -165,6 +169,20 @@ BAD = {
         {"recompute_granularity": "selective", "recompute_method": "uniform"},
         ["recompute_method uniform, recompute_granularity selective"],
     ),
+    "two precisions": ({"bf16": True, "fp16": True}, ["bf16 and fp16", "--no-bf16"]),
+    "loss scale in float32": ({"loss_scale": 128.0}, ["loss_scale 128.0", "--fp16"]),
+    "loss scale below its minimum": (
+        {"fp16": True, "initial_loss_scale": 4.0, "min_loss_scale": 8.0},
+        ["initial_loss_scale 4.0, min_loss_scale 8.0", "--min-loss-scale"],
+    ),
+    "parameters gathered one by one without shards": (
+        {"overlap_param_gather": True},
+        ["no use_distributed_optimizer and no overlap_grad_reduce", "add --use-distributed-optimizer"],
+    ),
+    "parameters gathered one by one after the step": (
+        {"overlap_param_gather": True, "use_distributed_optimizer": True},
+        ["got: overlap_param_gather, no overlap_grad_reduce", "add --overlap-grad-reduce"],
+    ),
     "padded below vocab": (
         {"vocab_size": 300, "padded_vocab_size": 256},
         ["padded_vocab_size 256", "300", "set it to 384"],
@@ -174,6 +192,53 @@ BAD = {
     "warm-up twice": ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3}, ["0.1", "lr_warmup_iters 3"]),
     "warm-up too long": ({"lr_warmup_iters": 6}, ["lr_warmup_iters 6", "lr_decay_iters 5", "derived"]),
     "warm-up and no decay": ({"lr_warmup_iters": 5}, ["lr_warmup_iters 5", "lr_decay_iters 5", "below"]),
+    "decoupled minimum alone": ({"decoupled_min_lr": 1e-4}, ["decoupled_min_lr 0.0001, no decoupled_lr"]),
+    "decoupled minimum above its rate": (
+        {"decoupled_lr": 1e-4, "decoupled_min_lr": 1e-3},
+        ["decoupled_lr 0.0001, decoupled_min_lr 0.001"],
+    ),
+    "warm-up start above the decoupled rate": (
+        {"decoupled_lr": 1e-4, "lr_warmup_init": 1e-3},
+        ["decoupled_lr 0.0001, lr_warmup_init 0.001"],
+    ),
+    "no length": ({"train_iters": None}, ["neither", "--train-samples"]),
+    "two lengths": ({"train_samples": 40}, ["train_iters 5, train_samples 40", "--train-iters null"]),
+    "two lengths that differ": (
+        {"train_samples": 40, "global_batch_size": 4},
+        ["train_iters 5, train_samples 40", "--train-samples null"],
+    ),
+    "less than a batch": (samples(7, global_batch_size=8), ["train_samples 7, global_batch_size 8"]),
+    **{
+        f"{length} in samples": ({f"{length}_samples": 4}, [f"{length}_samples 4, train_iters 5", "write --lr"])
+        for length in ("lr_decay", "lr_warmup", "lr_wsd_decay")
+    },
+    **{
+        f"{length} in iterations": (samples(40, **{f"{length}_iters": 4}), [f"{length}_iters 4, train_samples 40"])
+        for length in ("lr_decay", "lr_warmup", "lr_wsd_decay")
+    },
+    "warm-up twice, in samples": (
+        samples(40, lr_warmup_fraction=0.1, lr_warmup_samples=3),
+        ["0.1", "lr_warmup_samples 3", "--lr-warmup-samples 0"],
+    ),
+    "warm-up too long, in samples": (
+        samples(40, lr_warmup_samples=40),
+        ["lr_warmup_samples 40", "lr_decay_samples 40 (derived from train_samples)"],
+    ),
+    "WSD without its last phase": ({"lr_decay_style": "WSD"}, ["no lr_wsd_decay_iters", "add --lr-wsd-decay-iters"]),
+    "WSD without its last phase, in samples": (
+        samples(40, lr_decay_style="WSD"),
+        ["no lr_wsd_decay_samples", "add --lr-wsd-decay-samples"],
+    ),
+    "constant decay with a start": ({"start_weight_decay": 0.1}, ["weight_decay_incr_style constant, start_weight"]),
+    "constant decay with an end": ({"end_weight_decay": 0.1}, ["end_weight_decay 0.1", "--weight-decay"]),
+    "growing decay without an end": (
+        {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1},
+        ["start_weight_decay 0.1, end_weight_decay None"],
+    ),
+    "growing decay that falls": (
+        {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.05},
+        ["start_weight_decay 0.1, end_weight_decay 0.05"],
+    ),
     "no data": ({"mock_data": False}, ["none", "--demo-data"]),
     "two sources": ({"demo_data": True}, ["mock_data and demo_data", "--no-demo-data"]),
     "three sources": ({"demo_data": True, "data_path": ("a",)}, ["data_path and mock_data and demo_data"]),
@@ -235,7 +300,14 @@ def test_impossible_combination_names_keys_numbers_and_a_way_out(values, parts):
         *((name, 0) for name in ("context_parallel_size", "expert_model_parallel_size", "micro_batch_size")),
         *((name, 0) for name in ("global_batch_size", "train_iters", "eval_interval", "exit_interval", "log_interval")),
         *((name, 0) for name in ("save_interval", "num_cpu_devices", "distributed_timeout_minutes", "lr_decay_iters")),
-        *((name, -1) for name in ("eval_iters", "seed", "lr_warmup_iters", "profile_step_start")),
+        *((name, 0.0) for name in ("loss_scale", "initial_loss_scale", "min_loss_scale")),
+        *((name, 1e-30) for name in ("loss_scale", "initial_loss_scale", "min_loss_scale")),
+        *((name, 0) for name in ("loss_scale_window", "hysteresis", "check_weight_hash_across_dp_replicas_interval")),
+        *((name, 0) for name in ("train_samples", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")),
+        *((name, 1.0) for name in ("sgd_momentum", "lion_beta1", "lion_beta2", "muon_momentum")),
+        *((name, -1.0) for name in ("decoupled_lr", "decoupled_min_lr", "start_weight_decay", "end_weight_decay")),
+        *((name, -1.0) for name in ("muon_extra_scale_factor",)),
+        *((name, -1) for name in ("eval_iters", "seed", "lr_warmup_samples", "lr_warmup_iters", "profile_step_start")),
         *(
             (name, value)
             for name in ("hidden_dropout", "attention_dropout", "label_smoothing")
@@ -276,6 +348,14 @@ def test_values_out_of_range_are_refused_by_name(name, value):
         {"clip_grad": 0.0},
         {"lr_warmup_iters": 4},
         {"lr_warmup_fraction": 0.5},
+        {"train_samples": 43, "global_batch_size": 8},
+        samples(40, lr_warmup_samples=39, lr_decay_style="WSD", lr_wsd_decay_samples=4),
+        samples(40, lr_warmup_fraction=0.5, lr_decay_samples=20, global_batch_size=8),
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 1},
+        {"lr_decay_style": "inverse-square-root", "optimizer": "muon"},
+        {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.1},
+        {"decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3},
+        {"decoupled_lr": 1e-2, "min_lr": 1e-4},
         {"split": "100"},
         {"split": "1,0,0"},
         {"save_interval": 10, "save": "somewhere"},
@@ -300,6 +380,11 @@ def test_values_out_of_range_are_refused_by_name(name, value):
         },
         # Without chunks a group has no meaning, as in the reference.
         {"pipeline_model_parallel_size": 2, "microbatch_group_size_per_virtual_pipeline_stage": 1},
+        {"fp16": True},
+        {"fp16": True, "loss_scale": 128.0},
+        {"bf16": True, "loss_scale": 128.0},
+        {"overlap_grad_reduce": True},
+        {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "overlap_param_gather": True},
         {"recompute_granularity": "full"},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         {"recompute_granularity": "selective"},
@@ -308,6 +393,22 @@ def test_values_out_of_range_are_refused_by_name(name, value):
 )
 def test_what_fits_passes(values):
     validate(changed(**values))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, True),
+        ({"bf16": True, "loss_scale": 128.0}, True),
+        ({"fp16": True, "loss_scale": 128.0}, True),
+        ({"fp16": True}, False),
+        ({"check_for_nan_in_loss_and_grad": False}, False),
+    ],
+)
+def test_steps_that_are_skipped_do_not_stop_a_run(values, expected):
+    config = resolve(changed(**values))
+    assert config.training.check_for_nan_in_loss_and_grad is expected
+    assert resolve(config) == config
 
 
 def test_errors_of_the_config_are_usage_errors():
@@ -370,6 +471,18 @@ def test_resolve_fills_everything_that_is_derived():
     assert config.optimizer.lr_decay_iters == 5
     assert config.training.global_batch_size == 6
     assert resolve(config) == config
+
+
+def test_a_run_in_samples_has_the_whole_batches_in_them():
+    config = resolve(changed(**samples(43, lr_warmup_samples=5)))
+    assert (config.training.train_iters, config.optimizer.lr_decay_samples) == (None, 43)
+    config = resolve(config, data_parallel_size=4)
+    assert config.training.train_iters == 5
+    assert (config.optimizer.lr_decay_iters, config.optimizer.lr_decay_samples) == (None, 43)
+    assert resolve(config) == config
+    validate(config)
+    with pytest.raises(ConfigError, match="shorter than one global batch"):
+        resolve(changed(**samples(43)), data_parallel_size=22)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_an_unknown_section_names_the_nearest():
 def test_megatron_names_that_are_no_options_are_explained():
     assert "write activation: swiglu in section model" in message(with_line("model", "swiglu: true"))
     assert "no effect here" in message(with_line("model", "transformer_impl: local"))
-    assert "not supported here" in message(with_line("optimizer", "use_distributed_optimizer: true"))
+    assert "not supported here" in message(with_line("optimizer", "use_torch_fsdp2: true"))
 
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "model:\ndata:\n", "{}"])

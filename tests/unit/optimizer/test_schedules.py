@@ -1,47 +1,84 @@
-"""Learning-rate schedules against curves recorded from the reference's OptimizerParamScheduler."""
+"""Schedules of learning rate and weight decay against curves recorded from the reference's OptimizerParamScheduler."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden.megatron_weights import DATA, recorded
-from tolerances import LEARNING_RATE_OF_PEAK, LEARNING_RATE_RELATIVE
+from tolerances import LEARNING_RATE_RELATIVE
 
-from jmegatron.optimizer.schedules import STYLES, LearningRateSchedule
+from jmegatron.optimizer.schedules import STYLES, WSD_STYLES, LearningRateSchedule, WeightDecaySchedule
 
 SETTINGS = json.loads((DATA / "tables" / "lr_schedules.json").read_text())
-OURS = [name for name, setting in SETTINGS.items() if setting["lr_decay_style"] in STYLES]
+COUNTS = np.arange(101)
+EXACT = 1e-12
+"""Relative, in float64: the same formula in another order of operations."""
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_curve_equals_the_recorded_one_at_every_step(name):
-    s = SETTINGS[name]
-    schedule = LearningRateSchedule(
+def learning_rate(s: dict, samples_per_update: int = 1) -> LearningRateSchedule:
+    """The recorded schedule, whose steps are samples, for updates of so many samples."""
+    wsd = s.get("wsd_decay_steps")
+    return LearningRateSchedule(
         s["lr_decay_style"],
         peak=s["max_lr"],
         minimum=s["min_lr"],
-        warmup=float(s["lr_warmup_steps"]),
-        decay=float(s["lr_decay_steps"]),
+        warmup=s["lr_warmup_steps"] / samples_per_update,
+        decay=s["lr_decay_steps"] / samples_per_update,
         warmup_start=s["init_lr"],
+        wsd_style=s.get("lr_wsd_decay_style", "exponential"),
+        wsd_decay=None if wsd is None else wsd / samples_per_update,
+        samples_per_update=samples_per_update,
     )
+
+
+def weight_decay(s: dict) -> WeightDecaySchedule:
+    return WeightDecaySchedule(s["wd_incr_style"], s["start_wd"], s["end_wd"], float(s["wd_incr_steps"]))
+
+
+# ---- the recorded curves ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", SETTINGS)
+def test_curve_equals_the_recorded_one_at_every_step(name):
+    schedule, expected = learning_rate(SETTINGS[name]), recorded("tables", "lr_schedules")[f"{name}/lr"]
+    np.testing.assert_allclose(schedule.in_float64(COUNTS), expected, rtol=EXACT, atol=1e-18)
     got = jax.jit(jax.vmap(schedule))(jnp.arange(101))
-    np.testing.assert_allclose(
-        got,
-        recorded("tables", "lr_schedules")[f"{name}/lr"],
-        rtol=LEARNING_RATE_RELATIVE,
-        atol=LEARNING_RATE_OF_PEAK * s["max_lr"],
-    )
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, rtol=LEARNING_RATE_RELATIVE, atol=0)
+
+
+@pytest.mark.parametrize("batch", [3, 8])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_updates_of_several_samples_see_every_so_manieth_value_of_the_curve(name, batch):
+    """Warm-up, decay and last phase then end within an update."""
+    schedule, expected = learning_rate(SETTINGS[name], batch), recorded("tables", "lr_schedules")[f"{name}/lr"][::batch]
+    counts = np.arange(len(expected))
+    np.testing.assert_allclose(schedule.in_float64(counts), expected, rtol=EXACT, atol=1e-18)
+    got = jax.jit(jax.vmap(schedule))(jnp.asarray(counts))
+    np.testing.assert_allclose(got, expected, rtol=LEARNING_RATE_RELATIVE, atol=0)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_weight_decay_equals_the_recorded_one_at_every_step(name):
+    schedule, expected = weight_decay(SETTINGS[name]), recorded("tables", "lr_schedules")[f"{name}/wd"]
+    np.testing.assert_array_equal(expected[:, 1], 0)  # what does not decay
+    np.testing.assert_allclose(schedule.in_float64(COUNTS), expected[:, 0], rtol=EXACT)
+    got = jax.jit(jax.vmap(schedule))(jnp.arange(101))
+    np.testing.assert_allclose(got, expected[:, 0], rtol=LEARNING_RATE_RELATIVE)
 
 
 def test_the_recorded_curves_cover_every_style_with_and_without_warm_up():
-    assert {SETTINGS[name]["lr_decay_style"] for name in OURS} == set(STYLES)
-    assert {SETTINGS[name]["lr_warmup_steps"] for name in OURS} == {0, 10}
-    assert {SETTINGS[name]["init_lr"] for name in OURS} == {0.0, 1e-5}
+    assert {s["lr_decay_style"] for s in SETTINGS.values()} == set(STYLES)
+    assert {s["lr_warmup_steps"] for s in SETTINGS.values()} == {0, 10}
+    assert {s["init_lr"] for s in SETTINGS.values()} == {0.0, 1e-5}
+    assert {s["wd_incr_style"] for s in SETTINGS.values()} == {"constant", "linear", "cosine"}
 
 
-# parity.md section 5: lr 1.5e-4 to 1.5e-5, cosine, warm-up of 1 % of 250000 iterations.
+# ---- parity.md section 5: lr 1.5e-4 to 1.5e-5, warm-up of 1 % of 250000 iterations of 1024 samples -----------------
+LONG = dict(peak=1.5e-4, minimum=1.5e-5, warmup=2500.0, decay=250000.0, samples_per_update=1024)
+
+
 @pytest.mark.parametrize(
     ("iteration", "expected"),
     [
@@ -58,8 +95,53 @@ def test_the_recorded_curves_cover_every_style_with_and_without_warm_up():
     ],
 )
 def test_iteration_of_the_long_run_uses_the_recorded_rate(iteration, expected):
-    schedule = LearningRateSchedule("cosine", peak=1.5e-4, minimum=1.5e-5, warmup=2500.0, decay=250000.0)
+    schedule = LearningRateSchedule("cosine", **LONG)
+    assert float(schedule.in_float64(np.array(iteration - 1))) == pytest.approx(expected, rel=EXACT, abs=0)
     assert float(schedule(iteration - 1)) == pytest.approx(expected, rel=LEARNING_RATE_RELATIVE, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("style", "halfway"),
+    [
+        ("linear", 8.25e-05),
+        ("cosine", 8.25e-05),
+        ("exponential", 7.091883092036783e-05),
+        ("minus_sqrt", 5.454058453981607e-05),
+    ],
+)
+def test_the_last_tenth_of_wsd_falls_as_recorded(style, halfway):
+    schedule = LearningRateSchedule("WSD", wsd_style=style, wsd_decay=25000.0, **LONG)
+    for count, expected in ((225_000, 1.5e-4), (237_500, halfway), (250_000, 1.5e-5)):
+        assert float(schedule.in_float64(np.array(count))) == pytest.approx(expected, rel=EXACT, abs=0)
+        assert float(schedule(count)) == pytest.approx(expected, rel=LEARNING_RATE_RELATIVE, abs=0)
+
+
+def test_the_inverse_root_of_the_long_run_is_half_after_four_warm_ups():
+    schedule = LearningRateSchedule("inverse-square-root", **LONG)
+    assert float(schedule.in_float64(np.array(10_000))) == pytest.approx(7.5e-5, rel=EXACT)
+    assert float(schedule(10_000)) == pytest.approx(7.5e-5, rel=LEARNING_RATE_RELATIVE)
+
+
+# ---- accuracy in fp32 ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("style", [*STYLES, *(f"WSD {style}" for style in WSD_STYLES)])
+def test_fp32_keeps_its_digits_up_to_the_last_update_of_a_decay_to_0(style):
+    """Where 1 + cos, 1 - ratio or count / decay cancel, seven digits would be lost."""
+    name, _, wsd_style = style.partition(" ")
+    schedule = LearningRateSchedule(
+        name, 1e-3, 0.0, 2000.3, 3_000_000.7, wsd_style=wsd_style or "exponential", wsd_decay=300_000.9
+    )
+    around = [np.arange(-3, 4) + edge for edge in (2000, 1_000_000, 2_700_000, 3_000_000)]
+    counts = np.concatenate([np.arange(3), *around])
+    got = jax.jit(jax.vmap(schedule))(jnp.asarray(counts))
+    np.testing.assert_allclose(got, schedule.in_float64(counts), rtol=LEARNING_RATE_RELATIVE, atol=0)
+
+
+def test_bounds_are_not_missed_where_fp32_rounds_them_to_the_next_update():
+    schedule = LearningRateSchedule("inverse-square-root", 1.0, 0.1, 0.0, 250_000.999, samples_per_update=1)
+    assert schedule(250_000) == pytest.approx(0.1)
+    steep = LearningRateSchedule("inverse-square-root", 1.0, 0.1, 100_000.0, 250_000.999)
+    assert float(steep(250_000)) == pytest.approx(math.sqrt(0.4), rel=1e-6)
+    assert float(steep(250_001)) == pytest.approx(0.1)
 
 
 def test_a_warm_up_may_end_within_an_iteration():
@@ -72,12 +154,34 @@ def test_constant_ignores_the_minimum_also_after_the_decay():
     np.testing.assert_array_equal([schedule(i) for i in (0, 10, 1000)], 1.0)
 
 
+def test_lengths_beyond_the_counters_range_do_not_overflow():
+    schedule = LearningRateSchedule("linear", peak=1.0, minimum=0.0, warmup=0.0, decay=2.0**40)
+    assert float(schedule(2**31 - 1)) == pytest.approx(1 - 2.0**-9, rel=1e-6)
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------
 def test_an_unknown_style_is_named_with_the_known_ones():
     with pytest.raises(ValueError, match="'step', expected one of constant, linear, cosine"):
         LearningRateSchedule("step", peak=1.0, minimum=0.0, warmup=0.0, decay=1.0)
+    with pytest.raises(ValueError, match="lr_wsd_decay_style: got 'step'"):
+        LearningRateSchedule("WSD", peak=1.0, minimum=0.0, warmup=0.0, decay=1.0, wsd_style="step", wsd_decay=1.0)
+    with pytest.raises(ValueError, match="weight_decay_incr_style: got 'step'"):
+        WeightDecaySchedule("step", 0.0, 0.1, 1.0)
 
 
 @pytest.mark.parametrize(("warmup", "decay"), [(10.0, 10.0), (-1.0, 10.0), (0.0, 0.0)])
 def test_a_warm_up_that_does_not_fit_before_the_decays_end_stops_with_both_numbers(warmup, decay):
     with pytest.raises(ValueError, match=f"lr_decay_iters {decay} and lr_warmup_iters {warmup}"):
         LearningRateSchedule("cosine", peak=1.0, minimum=0.0, warmup=warmup, decay=decay)
+
+
+@pytest.mark.parametrize("wsd_decay", [None, 0.0])
+def test_wsd_without_a_last_phase_is_refused(wsd_decay):
+    with pytest.raises(ValueError, match=f"lr_wsd_decay_iters {wsd_decay}"):
+        LearningRateSchedule("WSD", peak=1.0, minimum=0.0, warmup=0.0, decay=10.0, wsd_decay=wsd_decay)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0.2, 0.1), (-0.1, 0.1)])
+def test_weight_decay_that_falls_or_is_negative_is_refused(start, end):
+    with pytest.raises(ValueError, match=f"start_weight_decay {start} and end_weight_decay {end}"):
+        WeightDecaySchedule("linear", start, end, 10.0)
