@@ -10,7 +10,11 @@ from enum import IntEnum
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Integer, Key
+
+DROPOUT_MASK = "dropout_mask"
+"""Name of the masks of hidden dropout, which selective recompute keeps: a byte each, and drawing numbers is dear."""
 
 
 class Site(IntEnum):
@@ -67,6 +71,7 @@ def dropout(
     if key is None or rate == 0.0:
         return x
     keep = _keep(_fold(_fold(key, sample_ids), token_index), rate, x.shape[-1])
+    keep = checkpoint_name(keep, DROPOUT_MASK)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
 
 

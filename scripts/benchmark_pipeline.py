@@ -2,8 +2,8 @@
 
     python scripts/benchmark_pipeline.py [--json PATH] [--only exposed|plain]
 
-Needs JAX's CUDA plugin (extra dryrun) and no GPU; runs for minutes on one core. Compiles the step that train.py runs (16
-layers, hidden 4096, 4096 tokens, bf16, tp 2, sequence parallel) and prints markdown tables:
+Needs JAX's CUDA plugin (extra dryrun) and no GPU; takes some ten minutes of one core. Compiles the step that train.py
+runs (16 layers, hidden 4096, 4096 tokens, bf16, tp 2, sequence parallel) and prints markdown tables:
 
     exposed    a steady tick that computes a loss, outside its loops over layers: microseconds in which the device waits
     plain      temporaries of a device, size of the program, seconds of tracing and compiling
@@ -119,9 +119,9 @@ def steady_ticks(module: Any, mesh_shape: dict[str, int]) -> list[dict[str, Any]
     for loop in loops:
         own = inside[loop.name]
         # Which loops are over layers is told by what is in them: those of the loss reduce over all stages.
-        talks = {inner.name: set() for inner in own}  # type: dict[str, set[str]]
+        talks: dict[str, set[str]] = {inner.name: set() for inner in own}
         for record in hlo.collectives(module, mesh_shape):
-            if record.site.loops[-1:] and record.site.loops[-1] in talks:
+            if record.site.loops and record.site.loops[-1] in talks:
                 talks[record.site.loops[-1]].update(record.axes or ())
         layers = [inner for inner in own if talks[inner.name] == {"tp"}]
         losses = [inner for inner in own if "pp" in talks[inner.name]]
@@ -178,7 +178,8 @@ def compile_with_log(case: Case) -> dict[str, Any]:
     command = [sys.executable, os.path.abspath(__file__), "--case", json.dumps(dataclasses.asdict(case))]
     environment = {**os.environ, **SCHEDULER_LOG}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         statistics = scheduler_statistics(process.stderr)
         row = json.loads(process.stdout.read())
     if process.returncode:

@@ -16,6 +16,7 @@ from jmegatron.models.transformer import LayerSettings, TensorParallel
 from jmegatron.optimizer.optimizers import OptimizerSettings, global_norm
 from jmegatron.training.batches import Batch, batch_shardings
 from jmegatron.training.stages import PipelineSettings
+from jmegatron.training.state import data_shardings
 from jmegatron.training.step import StepSettings, make_gradient_function
 
 
@@ -101,17 +102,27 @@ def run_gradients(
     seed: int = 7,
     pp: int = 1,
     places: Any = (),
+    distributed: Any = (),
     **pipeline: Any,
 ) -> StepResult:
-    """Loss, norm and every gradient leaf of one step at a mesh; layers of gradients in order."""
+    """Loss, norm and every gradient leaf of one step at a mesh; layers of gradients in order.
+
+    `distributed` names switches of StepSettings that are on: the distributed optimizer and its overlaps.
+    """
     mesh = build_mesh(jax.devices()[: pp * dp * tp], pp=pp, dp=dp, tp=tp)
     parallel = TensorParallel("tp", tp, sequence_parallel)
     cut = PipelineParallel("pp", pp, tuple(map(tuple, places)) or even_places(settings, pp)) if pp > 1 else ONE_STAGE
     step_settings = StepSettings(
-        settings, parallel, OptimizerSettings(), per_token=per_token, pipeline=PipelineSettings(cut, **pipeline)
+        settings,
+        parallel,
+        OptimizerSettings(),
+        per_token=per_token,
+        pipeline=PipelineSettings(cut, **pipeline),
+        **dict.fromkeys(distributed, True),
     )
     specs = step_settings.specs
-    shardings = partition.shardings(specs, mesh)
+    divided = step_settings.overlap_param_gather
+    shardings = data_shardings(specs, mesh) if divided else partition.shardings(specs, mesh)
     parameters = start_parameters(settings, seed) if parameters is None else parameters
     parameters = jax.device_put(partition.map_specs(at_places, specs, parameters), shardings)
     key = jax.random.key(11) if dropout else None
@@ -213,3 +224,15 @@ def assert_equal_steps(got: StepResult, expected: StepResult) -> None:
     assert abs(got.grad_norm - expected.grad_norm) <= GRADIENT_RELATIVE * expected.grad_norm
     error, leaf = worst_leaf(got.gradients, expected.gradients)
     assert error <= GRADIENT_RELATIVE, f"gradient of {leaf} differs by {error:.2e}"
+
+
+def damaged(leaf: jax.Array, device: int, place: int = 0, bits: int = 1) -> jax.Array:
+    """The array with the lowest bits of one element flipped on one device."""
+    shards = []
+    for shard in leaf.addressable_shards:
+        values = np.array(shard.data)
+        if shard.device.id == device:
+            flat = values.reshape(-1).view(f"uint{values.itemsize * 8}")
+            flat[place] ^= bits
+        shards.append(jax.device_put(values, shard.device))
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)

@@ -287,13 +287,13 @@ class TrainingConfig:
     check_weight_hash_across_dp_replicas_interval: int | None = None
     """Steps between two checks that replicated weights are the same bit by bit on all their devices; not set: none."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Compute activations again in the backward pass instead of keeping them. full: keep each layer's input alone; selective: keep all but what recompute_modules names."""  # noqa: E501
+    """Compute activations again in the backward pass instead of keeping them. full: keep each layer's input alone; selective: also its queries, keys, values and MLP pre-activation, so that no product with a weight is computed twice."""  # noqa: E501
     recompute_method: Literal["uniform", "block"] | None = None
     """Which layers are recomputed, with granularity full; only uniform, all of them, is implemented. Derived with full: uniform."""  # noqa: E501
     recompute_num_layers: int | None = None
     """Layers between two inputs that are kept, with granularity full; only 1 is implemented. Derived with full: 1."""
     recompute_modules: tuple[str, ...] = ()
-    """Parts of a layer that are recomputed, with granularity selective; only core_attn (scores, softmax and their product with the values) is implemented. Derived with selective: core_attn."""  # noqa: E501
+    """Parts of a layer that are recomputed, with granularity selective: core_attn (always; scores, softmax and their product with the values), layernorm (adds nothing: norms are recomputed with core_attn as well), mlp (the pre-activation is not kept). Derived with selective: core_attn."""  # noqa: E501
     label_smoothing: float = 0.0
     """Own option: probability mass spread over the whole vocabulary, in [0, 1)."""
 

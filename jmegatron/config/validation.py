@@ -146,6 +146,7 @@ def validate(config: Config) -> None:
         _check_degrees,
         _check_layers_of_stages,
         _check_schedule,
+        _check_overlap_of_schedule,
         _check_microbatch_group,
         _check_recompute,
         _check_precision,
@@ -308,6 +309,21 @@ def _check_low_memory_schedule(config: Config) -> None:
         )
 
 
+def _check_overlap_of_schedule(config: Config) -> None:
+    """A reduction waits for all devices of its axis, as above; its stages run their loops at different times."""
+    parallel = config.parallel
+    low_memory = parallel.pipeline_schedule == "1f1b-low-memory" and parallel.pipeline_model_parallel_size > 1
+    on = [name for name in ("overlap_grad_reduce", "overlap_param_gather") if getattr(parallel, name)]
+    if low_memory and on:
+        raise problem(
+            "The low-memory schedule has no loop over layers in which all stages could reduce gradients.",
+            where=("pipeline_schedule", *on),
+            got="pipeline_schedule 1f1b-low-memory, " + " and ".join(on),
+            expected="the low-memory schedule without " + " and ".join(flag_of(name) for name in on),
+            fix="leave " + " and ".join(flag_of(name) for name in on) + " out, or use --pipeline-schedule 1f1b",
+        )
+
+
 def _check_layers_of_stages(config: Config) -> None:
     num_chunks_of(layer_split_of(config))
 
@@ -358,23 +374,24 @@ def _check_microbatch_group(config: Config) -> None:
 
 # --- recomputation -----------------------------------------------------------------------------------------------
 
-_RECOMPUTABLE = ("core_attn",)
+_RECOMPUTABLE = ("core_attn", "layernorm", "mlp")
 
 
 def _check_recompute(config: Config) -> None:
     training = config.training
     granularity = training.recompute_granularity
-    # name -> (what is supported, the granularity that it belongs to)
-    rules: dict[str, tuple[Any, str]] = {
-        "recompute_method": ("uniform", "full"),
-        "recompute_num_layers": (1, "full"),
-        "recompute_modules": (_RECOMPUTABLE, "selective"),
+    modules = training.recompute_modules
+    # name -> (the granularity that it belongs to, is it supported, what to use instead)
+    rules: dict[str, tuple[str, bool, str]] = {
+        "recompute_method": ("full", training.recompute_method == "uniform", "uniform"),
+        "recompute_num_layers": ("full", training.recompute_num_layers == 1, "1"),
+        # Norms are computed again with the core anyhow, and the feed-forward part without the core saves little.
+        "recompute_modules": ("selective", "core_attn" in modules and set(modules) <= set(_RECOMPUTABLE), "core_attn"),
     }
-    for name, (supported, belongs_to) in rules.items():
+    for name, (belongs_to, supported, instead) in rules.items():
         value = getattr(training, name)
         if value is None or value == ():
             continue
-        words = " ".join(supported) if isinstance(supported, tuple) else supported
         got = f"{name} {' '.join(value) if isinstance(value, tuple) else value}"
         if granularity != belongs_to:
             raise problem(
@@ -384,13 +401,14 @@ def _check_recompute(config: Config) -> None:
                 expected=f"{flag_of(name)} beside --recompute-granularity {belongs_to}",
                 fix=f"use --recompute-granularity {belongs_to}, or leave {flag_of(name)} out",
             )
-        if value != supported:
+        if not supported:
             raise problem(
                 f"This {name} is not implemented yet.",
                 where=(name,),
                 got=got,
-                expected="granularity full with method uniform and 1 layer, or granularity selective with core_attn",
-                fix=f"use {flag_of(name)} {words}, or leave it out",
+                expected="granularity full with method uniform and 1 layer, or granularity selective with core_attn and"
+                " beside it layernorm, mlp or neither",
+                fix=f"use {flag_of(name)} {instead}, or leave it out",
             )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Integer
 
@@ -30,6 +31,11 @@ from jmegatron.layers.norm import norm, norm_specs
 from jmegatron.ops.attention import Backend, attention
 from jmegatron.ops.rotary import apply_rotary
 from jmegatron.partition import Initializer, ParameterSpec, Tree, normal, zeros
+
+ATTENTION_KEPT = ("query", "key", "value")
+"""Names of what selective recompute keeps of this layer: the core's inputs, 6 seq hidden bytes in half precision (fewer
+with grouped queries), divided over the axis. The core is computed again, and its output with it: fused attention must
+run again for its log-sum-exp in any case."""
 
 
 @jax.tree_util.register_dataclass
@@ -67,8 +73,6 @@ class AttentionSettings:
     dropout: float = 0.0
     """Of the probabilities."""
     backend: Backend = "unfused"
-    recompute: bool = False
-    """Compute scores, probabilities and their product with the values again in the backward (selective recompute)."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -175,24 +179,22 @@ def self_attention(
     """
     x = enter_region(x, axis, sequence_parallel=sequence_parallel)
     query, key, value = _project(parameters, x, settings, axis)
+    value = checkpoint_name(value, "value")
     if settings.qk_norm:
+        # Kept before the norms, whose backward needs their inputs: norms are computed again, the projection is not.
+        query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
         eps, centered = settings.norm_eps, settings.zero_centered_norm
         query = norm(parameters["query_norm"], query, settings.qk_norm, eps=eps, zero_centered=centered)
         key = norm(parameters["key_norm"], key, settings.qk_norm, eps=eps, zero_centered=centered)
     if context.rotary is not None:
         query = apply_rotary(query, context.rotary, interleaved=settings.rotary_interleaved)
         key = apply_rotary(key, context.rotary, interleaved=settings.rotary_interleaved)
+    if not settings.qk_norm:
+        query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
     dropout = _probability_dropout(context, settings, layer, query.shape[2], axis)
     segments = context.segments
     mask = None if segments is None else segments[:, :, None] == segments[:, None, :]
-
-    def core(query: Array, key: Array, value: Array, mask: Array | None) -> Array:
-        return attention(query, key, value, causal=True, mask=mask, dropout=dropout, backend=settings.backend)
-
-    if settings.recompute:
-        # Inside a scan nothing can merge the second computation with the first, so that no barrier is needed.
-        core = jax.checkpoint(core, prevent_cse=False)
-    out = core(query, key, value, mask)
+    out = attention(query, key, value, causal=True, mask=mask, dropout=dropout, backend=settings.backend)
     return row_parallel_linear(parameters["output"], out, axis=axis, sequence_parallel=sequence_parallel)
 
 

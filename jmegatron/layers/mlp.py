@@ -10,6 +10,8 @@ The inner dim is divided, so a rank holds gate_r and up_r of the same columns (a
 
 import dataclasses
 
+import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jmegatron.layers.linear import (
@@ -20,6 +22,9 @@ from jmegatron.layers.linear import (
 )
 from jmegatron.ops.activations import activate, is_gated
 from jmegatron.partition import Initializer, Tree
+
+MLP_KEPT = ("mlp_pre_activation",)
+"""Name of what selective recompute keeps of this layer, 2 seq ffn bytes in half precision, divided over the axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,5 +79,11 @@ def mlp(
     (sequence_parallel: one all-gather and one reduce-scatter of B each way).
     """
     y = column_parallel_linear(parameters["up"], x, axis=axis, sequence_parallel=sequence_parallel)
-    y = activate(settings.activation, y)
-    return row_parallel_linear(parameters["down"], y, axis=axis, sequence_parallel=sequence_parallel)
+
+    def down(parameters: Tree, y: Array) -> Array:
+        y = activate(settings.activation, y)
+        return row_parallel_linear(parameters, y, axis=axis, sequence_parallel=sequence_parallel)
+
+    # The product's input for backward is the activation, an elementwise function of what its own backward keeps: it is
+    # computed again, the product is not (its backward does not need its result). No cse barrier, see `activate`.
+    return jax.checkpoint(down, prevent_cse=False)(parameters["down"], checkpoint_name(y, *MLP_KEPT))

@@ -11,18 +11,22 @@ not grow with depth.
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
 from jmegatron import partition, random
 from jmegatron.collectives import own_slice
-from jmegatron.layers.attention import AttentionSettings, TokenContext, attention_specs, self_attention
-from jmegatron.layers.mlp import MLPSettings, mlp, mlp_specs
+from jmegatron.layers.attention import ATTENTION_KEPT, AttentionSettings, TokenContext, attention_specs, self_attention
+from jmegatron.layers.mlp import MLP_KEPT, MLPSettings, mlp, mlp_specs
 from jmegatron.layers.norm import norm, norm_specs
 from jmegatron.partition import Tree
+
+Recompute = Literal["selective", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +58,11 @@ class LayerSettings:
     norm_eps: float = 1e-5
     zero_centered_norm: bool = False
     hidden_dropout: float = 0.0
-    recompute: bool = False
-    """Keep a layer's input alone and compute the layer again in its backward (full recompute)."""
+    recompute: Recompute | None = None
+    """What a layer's backward computes again. full: all of it, its input alone is kept. selective: all but matmuls with
+    parameters: norms, gathers, the attention core, activations; kept is what has a name. None: nothing to speak of."""
+    recompute_mlp: bool = False
+    """With selective: the feed-forward part as a whole is computed again as well."""
 
 
 def layer_specs(
@@ -146,9 +153,17 @@ def transformer_layer(
         sequence_parallel=shard,
         layer=layer,
     )
-    x = x + drop(y, random.Site.ATTENTION_OUTPUT)
+    # The rank's own tokens under sequence parallelism: what is gathered for the regions is gathered again.
+    x = checkpoint_name(x + drop(y, random.Site.ATTENTION_OUTPUT), "residual")
     y = mlp(parameters["mlp"], norm_("mlp_norm", x), settings.mlp, axis=axis, sequence_parallel=shard)
     return x + drop(y, random.Site.MLP_OUTPUT)
+
+
+def kept_names(settings: LayerSettings) -> tuple[str, ...]:
+    """Returns the names of what recompute keeps of a layer beside its input. Communication: none."""
+    if settings.recompute == "full":
+        return ()
+    return (*ATTENTION_KEPT, "residual", random.DROPOUT_MASK, *(() if settings.recompute_mlp else MLP_KEPT))
 
 
 def stacked_layer(
@@ -163,7 +178,8 @@ def stacked_layer(
 ) -> Float[Array, "batch seq_local hidden"]:
     """Returns `transformer_layer`, computed again in its backward where the settings ask for that.
 
-    Communication: that of `transformer_layer`, its forward once more in the backward with full recompute.
+    Communication: that of `transformer_layer`; in the backward once more its forward with full recompute, its
+    all-gathers with selective recompute (and with `recompute_mlp` the feed-forward's reduction).
 
     Args:
       parameters: of one layer.
@@ -178,9 +194,10 @@ def stacked_layer(
     def one(parameters: Tree, x: Array, layer: Array, context: TokenContext) -> Array:
         return transformer_layer(parameters, x, context, settings, parallel, layer)
 
-    if settings.recompute:
+    if settings.recompute is not None:
         # Inside a scan nothing can merge the second computation with the first, so that no barrier is needed.
-        one = jax.checkpoint(one, prevent_cse=False)
+        kept = jax.checkpoint_policies.save_only_these_names(*kept_names(settings))
+        one = jax.checkpoint(one, prevent_cse=False, policy=kept)
     y = one(parameters, x, layer, context)
     return jnp.where(layer >= 0, y, x) if may_be_absent else y
 

@@ -59,9 +59,9 @@ def run_pipeline(
         layer before hides it. Not with half ticks.
       stale: what buffers hold before anything is written to them (tests put garbage there).
     """
-    if reduce_layer is not None and schedule.half_ticks:
+    if schedule.half_ticks and not (reduce_layer is gather_layer is None):
         raise ValueError(
-            f"schedule {schedule.name}: its backward loops do not run on all stages, no reduction fits there"
+            f"schedule {schedule.name}: its loops do not run on all stages, no reduction or gather fits there"
         )
     kind = _HalfTicks if schedule.half_ticks else _LockStep
     carry = kind(

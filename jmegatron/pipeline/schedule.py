@@ -430,9 +430,13 @@ def rings(schedule: Schedule) -> Rings:
     loss_from[-1] = forward[-1, :, -1] + schedule.loss_delay
     loss_to[-1] = backward[-1, :, -1]
     always = np.ones(ticks, bool)
+    forward_writes = schedule.forward_slots
+    if schedule.half_ticks:
+        # A stage without a forward runs no layer and writes nothing.
+        forward_writes = schedule.forward_microbatch != NONE
     per_stage = lambda table: [table[stage].ravel() for stage in range(p)]  # noqa: E731
     return Rings(
-        residuals=_allocate(per_stage(forward), per_stage(backward), schedule.forward_slots),
+        residuals=_allocate(per_stage(forward), per_stage(backward), forward_writes),
         inputs=_allocate(input_from, input_to, always),
         gradients=_allocate(gradient_from, gradient_to, always),
         losses=_allocate(loss_from, loss_to, always),
@@ -450,11 +454,12 @@ def _allocate(written: list[np.ndarray], read: list[np.ndarray], writes: np.ndar
     place_written = np.zeros((len(writes), len(written)), np.int32)
     place_read = np.zeros_like(place_written)
     size = 1
+    writes = np.broadcast_to(writes.reshape(len(writes), -1), place_written.shape)
     for stage, (begins, ends) in enumerate(zip(written, read, strict=True)):
         due = dict(zip(begins.tolist(), ends.tolist(), strict=True))
         assert len(due) == len(begins), "two values in one tick"
         free_from: list[int] = []  # the tick from which each place is free
-        for tick in np.flatnonzero(writes).tolist():
+        for tick in np.flatnonzero(writes[:, stage]).tolist():
             place = next((i for i, free in enumerate(free_from) if free <= tick), len(free_from))
             if place == len(free_from):
                 free_from.append(0)

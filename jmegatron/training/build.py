@@ -95,7 +95,6 @@ def gpt_settings(config: Config, platform: str) -> GPTSettings:
         zero_centered_norm=model.apply_layernorm_1p,
         rotary_interleaved=model.rotary_interleaved,
         dropout=model.attention_dropout,
-        recompute=config.training.recompute_granularity == "selective",
         backend=attention_backend(config, platform),
     )
     layer = LayerSettings(
@@ -105,7 +104,8 @@ def gpt_settings(config: Config, platform: str) -> GPTSettings:
         norm_eps=model.norm_epsilon,
         zero_centered_norm=model.apply_layernorm_1p,
         hidden_dropout=model.hidden_dropout,
-        recompute=config.training.recompute_granularity == "full",
+        recompute=config.training.recompute_granularity,
+        recompute_mlp="mlp" in config.training.recompute_modules,
     )
     return GPTSettings(
         num_layers=model.num_layers,

@@ -27,6 +27,7 @@ from jmegatron.training.build import formula_shape
 from jmegatron.training.evaluation import Evaluator
 from jmegatron.training.profile import Profile
 from jmegatron.training.program import Program, build_program, resolve_for_run
+from jmegatron.training.replicas import ReplicaCheck
 from jmegatron.training.report import Reporter, StepReport
 from jmegatron.training.resume import (
     check_same_model,
@@ -130,6 +131,7 @@ class Trainer:
         )
         self._folder = CheckpointFolder(config.checkpoint.save, option="save") if config.checkpoint.save else None
         self._evaluate = Evaluator(program, sources)
+        self._check_replicas = ReplicaCheck(program.mesh, program.state_shardings)
         self._profile = Profile(config)
         self._clock = _Clock()
         self._in_flight: collections.deque[Any] = collections.deque()
@@ -211,9 +213,12 @@ class Trainer:
         leave = _is_due(step, config.training.exit_interval)
         evaluating = self._evaluate.has("valid") and (last or _is_due(step, config.training.eval_interval))
         saving = leave or last or _is_due(step, config.checkpoint.save_interval)
-        if evaluating or saving:
+        comparing = _is_due(step, config.training.check_weight_hash_across_dp_replicas_interval)
+        if evaluating or saving or comparing:
             self._wait(0)  # queued steps are no pause
         start = time.perf_counter()
+        if comparing:
+            self._check_replicas(step, self.state)
         if evaluating:
             self._report_evaluation(step, "valid")
         if saving and self._folder is not None:

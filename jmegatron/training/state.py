@@ -30,8 +30,8 @@ class TrainState:
     """fp32 parameters that the optimizer updates; None where the compute dtype is fp32 (then `parameters` are they)."""
     optimizer: Any
     """optax state, fp32."""
-    loss_scale: LossScale | None = None
-    """Where the loss is scaled."""
+    loss_scale: Any = None
+    """`LossScale` where the loss is scaled. (Not in the hint: jax also puts its own marks into the tree.)"""
     skipped: Any = None
     """Steps skipped since the run began (int32 scalar), where the loss is scaled."""
 

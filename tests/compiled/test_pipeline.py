@@ -450,7 +450,6 @@ def test_a_stage_keeps_residuals_for_as_many_chunks_as_the_schedule_has_in_fligh
     assert ring_bytes(case, chunks_in_flight(case)) == in_flight * layer_bytes
     difference = (in_flight - chunks_in_flight(base) * base.layers_per_chunk) * layer_bytes
     assert temporary_bytes(case) - temporary_bytes(base) == pytest.approx(difference, rel=0.1, abs=1)
-    assert ring_bytes(case, chunks_in_flight(case)) >= 0.75 * temporary_bytes(case)  # and the rest is small
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -16,7 +16,7 @@ from golden.megatron_weights import (
 )
 from jax.sharding import PartitionSpec as P
 from layer_support import QUICK_COMPILE
-from support import as_batch, worst_leaf
+from support import as_batch, even_places, worst_leaf
 from tolerances import (
     GRADIENT_RELATIVE,
     LEARNING_RATE_RELATIVE,
@@ -27,11 +27,13 @@ from tolerances import (
 
 from jmegatron import partition
 from jmegatron.mesh import BATCH_AXES, build_mesh
-from jmegatron.models.gpt import GPTSettings, Tokens, gpt_logits, gpt_loss, gpt_specs
+from jmegatron.models.gpt import ONE_STAGE, GPTSettings, PipelineParallel, Tokens, gpt_logits, gpt_loss, gpt_specs
 from jmegatron.models.transformer import TensorParallel
 from jmegatron.optimizer.optimizers import OptimizerSettings, build_optimizer
 from jmegatron.optimizer.schedules import LearningRateSchedule
-from jmegatron.training.state import TrainState, train_state_shardings
+from jmegatron.training.program import state_shardings
+from jmegatron.training.stages import PipelineSettings
+from jmegatron.training.state import TrainState
 from jmegatron.training.step import StepSettings, make_gradient_function, make_train_step
 
 MODELS = ("gpt_gelu", "llama_like")
@@ -203,23 +205,41 @@ def test_accumulated_gradients_of_unequal_microbatches_equal_the_recorded_ones(m
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
-def train(model: str, dp: int, tp: int, sequence_parallel: bool):
+DISTRIBUTED = ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+# (dp, tp, sequence parallel, pp, switches of StepSettings)
+TRAINING_LAYOUTS = [
+    (1, 1, False, 1, ()),
+    (2, 2, True, 1, ()),
+    (2, 2, True, 2, ()),
+    (2, 2, True, 2, DISTRIBUTED),
+]
+
+
+def train(model: str, dp: int, tp: int, sequence_parallel: bool, pp: int, switches: tuple[str, ...]):
     """Returns (metrics [20] by name, final weights by Megatron's name) of the recorded 20 steps."""
     settings = reference_settings(model)
-    mesh = build_mesh(jax.devices()[: dp * tp], dp=dp, tp=tp)
-    parallel = TensorParallel("tp", tp, sequence_parallel)
-    specs = gpt_specs(settings, parallel)
-    schedule = LearningRateSchedule("cosine", peak=2e-3, minimum=2e-4, warmup=4.0, decay=20.0)
+    mesh = build_mesh(jax.devices()[: pp * dp * tp], pp=pp, dp=dp, tp=tp)
     numbers = OptimizerSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_grad=1.0)
+    stages = PipelineParallel("pp", pp, even_places(settings, pp)) if pp > 1 else ONE_STAGE
+    step_settings = StepSettings(
+        settings,
+        TensorParallel("tp", tp, sequence_parallel),
+        numbers,
+        pipeline=PipelineSettings(stages),
+        **dict.fromkeys(switches, True),
+    )
+    specs = step_settings.specs
+    schedule = LearningRateSchedule("cosine", peak=2e-3, minimum=2e-4, warmup=4.0, decay=20.0)
     optimizer = build_optimizer(numbers, schedule, specs)
     parameters = reference_parameters(model)
+    shardings = state_shardings(step_settings, specs, optimizer, mesh)
     state = jax.device_put(
-        TrainState(np.zeros((), np.int32), parameters, None, jax.jit(optimizer.init)(parameters)),
-        train_state_shardings(specs, optimizer, np.float32, mesh),
+        TrainState(np.zeros((), np.int32), parameters, None, jax.jit(optimizer.init)(parameters)), shardings
     )
     step = jax.jit(
-        make_train_step(StepSettings(settings, parallel, numbers), mesh, optimizer, schedule),
+        make_train_step(step_settings, mesh, optimizer, schedule),
         donate_argnums=0,
+        out_shardings=(shardings, None),
         compiler_options=QUICK_COMPILE,
     )
     history = []
@@ -231,7 +251,7 @@ def train(model: str, dp: int, tp: int, sequence_parallel: bool):
             "sample_ids": np.arange(8, dtype=np.uint32),
         }
         state, metrics = step(state, as_batch(arrays, 4, mesh), None)
-        history.append({name: float(value) for name, value in metrics.items()})
+        history.append({name: float(value) for name, value in metrics.items() if value.ndim == 0})
     metrics = {name: np.array([row[name] for row in history]) for name in history[0]}
     return metrics, to_megatron(flat(state.parameters), settings)
 
@@ -244,10 +264,10 @@ def without_key_rows(name: str, array: np.ndarray, model: str) -> np.ndarray:
     return np.delete(blocks, blocks.shape[1] - 2, axis=1)
 
 
-@pytest.mark.parametrize(("dp", "tp", "sequence_parallel"), [(1, 1, False), (2, 2, True)])
+@pytest.mark.parametrize(("dp", "tp", "sequence_parallel", "pp", "switches"), TRAINING_LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
-def test_twenty_training_steps_equal_the_recorded_ones(model, dp, tp, sequence_parallel):
-    metrics, weights = train(model, dp, tp, sequence_parallel)
+def test_twenty_training_steps_equal_the_recorded_ones(model, dp, tp, sequence_parallel, pp, switches):
+    metrics, weights = train(model, dp, tp, sequence_parallel, pp, switches)
     record = recorded(model, "trajectory")
     np.testing.assert_allclose(metrics["loss"], record["loss"], rtol=LOSS_RELATIVE)
     np.testing.assert_allclose(metrics["grad_norm"], record["grad_norm"], rtol=GRADIENT_RELATIVE)

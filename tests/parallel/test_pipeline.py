@@ -231,12 +231,8 @@ def one_device(settings: GPTSettings, data: str, rows: int, dropout: bool) -> St
 
 
 def with_recompute(settings: GPTSettings, recompute: str) -> GPTSettings:
-    layer = settings.layer
-    if recompute == "selective":
-        layer = dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, recompute=True))
-    elif recompute == "full":
-        layer = dataclasses.replace(layer, recompute=True)
-    return dataclasses.replace(settings, layer=layer)
+    chosen = None if recompute == "none" else recompute
+    return dataclasses.replace(settings, layer=dataclasses.replace(settings.layer, recompute=chosen))
 
 
 def rows_of(case: dict[str, Any]) -> int:
@@ -280,7 +276,14 @@ def run_case(case: dict[str, Any], **changes: Any) -> StepResult:
 
 
 # ---- P1 -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("case", COVERING, ids=name_of)
+# The first cases cover most; the others bring a few pairs each.
+MATRIX = [
+    pytest.param(case, id=name_of(case), marks=[pytest.mark.slow] if number >= 20 else [])
+    for number, case in enumerate(COVERING)
+]
+
+
+@pytest.mark.parametrize("case", MATRIX)
 def test_pipeline_gives_the_one_device_loss_norm_and_gradients(case):
     run_case(case)
 

@@ -154,8 +154,12 @@ BAD = {
         ["recompute_num_layers 2", "--recompute-num-layers 1"],
     ),
     "recompute other parts": (
-        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")},
-        ["recompute_modules core_attn mlp", "--recompute-modules core_attn"],
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe_act")},
+        ["recompute_modules core_attn moe_act", "--recompute-modules core_attn"],
+    ),
+    "recompute all but the core": (
+        {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+        ["recompute_modules mlp", "selective with core_attn and beside it layernorm, mlp"],
     ),
     "recompute parts of whole layers": (
         {"recompute_granularity": "full", "recompute_modules": ("core_attn",)},
@@ -182,6 +186,20 @@ BAD = {
     "parameters gathered one by one after the step": (
         {"overlap_param_gather": True, "use_distributed_optimizer": True},
         ["got: overlap_param_gather, no overlap_grad_reduce", "add --overlap-grad-reduce"],
+    ),
+    "low memory and overlapped reductions": (
+        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b-low-memory", "overlap_grad_reduce": True},
+        ["got: pipeline_schedule 1f1b-low-memory, overlap_grad_reduce", "leave --overlap-grad-reduce out"],
+    ),
+    "low memory and overlapped gathers": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "1f1b-low-memory",
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
+        ["overlap_grad_reduce and overlap_param_gather", "--pipeline-schedule 1f1b"],
     ),
     "padded below vocab": (
         {"vocab_size": 300, "padded_vocab_size": 256},
@@ -384,11 +402,14 @@ def test_values_out_of_range_are_refused_by_name(name, value):
         {"fp16": True, "loss_scale": 128.0},
         {"bf16": True, "loss_scale": 128.0},
         {"overlap_grad_reduce": True},
+        {"overlap_grad_reduce": True, "pipeline_schedule": "1f1b-low-memory"},  # one stage runs 1f1b
+        {"use_distributed_optimizer": True, "pipeline_schedule": "1f1b-low-memory", "pipeline_model_parallel_size": 2},
         {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "overlap_param_gather": True},
         {"recompute_granularity": "full"},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         {"recompute_granularity": "selective"},
         {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+        {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp", "core_attn")},
     ],
 )
 def test_what_fits_passes(values):
@@ -486,23 +507,23 @@ def test_a_run_in_samples_has_the_whole_batches_in_them():
 
 
 @pytest.mark.parametrize(
-    ("values", "schedule", "group"),
+    ("values", "schedule"),
     [
-        ({}, "1f1b", None),
-        ({"pipeline_model_parallel_size": 2}, "1f1b", None),
-        ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "gpipe"}, "gpipe", None),
-        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 1}, "1f1b", None),
-        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, "interleaved", 2),
-        ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}, "interleaved", 2),
-        ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2}, "1f1b", None),
-        ({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|t|t|tL"}, "interleaved", 2),
-        ({"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Et|t|t|tL"}, "1f1b", None),
+        ({}, "1f1b"),
+        ({"pipeline_model_parallel_size": 2}, "1f1b"),
+        ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "gpipe"}, "gpipe"),
+        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 1}, "1f1b"),
+        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, "interleaved"),
+        ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}, "interleaved"),
+        ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2}, "1f1b"),
+        ({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|t|t|tL"}, "interleaved"),
+        ({"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Et|t|t|tL"}, "1f1b"),
     ],
 )
-def test_the_schedule_follows_from_the_number_of_chunks(values, schedule, group):
+def test_the_schedule_follows_from_the_number_of_chunks(values, schedule):
     config = resolve(changed(num_layers=4, **values))
     assert config.parallel.pipeline_schedule == schedule
-    assert config.parallel.microbatch_group_size_per_virtual_pipeline_stage == group
+    assert config.parallel.microbatch_group_size_per_virtual_pipeline_stage is None  # follows from the micro-batches
     assert resolve(config) == config
     validate(config)
 

@@ -1,0 +1,234 @@
+"""The step with the distributed optimizer as XLA compiled it, for CPU devices and for H100s that are absent.
+
+Bytes over dp, memory, overlap (DESIGN.md 4.8 and 5) of the program that a run with these options trains with. Only
+abstract arrays: nothing runs. d: data-parallel ranks.
+"""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jmegatron import partition
+from jmegatron.config import load_config
+from jmegatron.mesh import DATA_AXES
+from jmegatron.planner import hlo
+from jmegatron.planner.hlo_text import leaves
+from jmegatron.planner.topology import compile_for, compile_only_devices, gpu_compiler_available
+from jmegatron.training.program import build_program, resolve_for_run
+
+SWITCHES = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+LAYERS_PER_CHUNK = 3  # unlike any number of micro-batches or ranks
+BYTES_RATIO = 0.02
+"""Of what the closed forms say: biases and norms that cannot be divided, scalars."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    dp: int = 2
+    switches: tuple[str, ...] = SWITCHES
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    num_microbatches: int = 4
+    large: bool = False
+    """Real sizes in bf16 with fused attention: at small ones XLA orders and merges collectives differently."""
+    target: str = "cpu"
+
+    @property
+    def num_devices(self):
+        return self.dp * self.tp * self.pp
+
+    @property
+    def itemsize(self):
+        return 2 if self.large else 4
+
+    @property
+    def words(self):
+        hidden, seq, vocab = (4096, 4096, 32768) if self.large else (64, 64, 250)
+        words = (
+            f"--num-layers {LAYERS_PER_CHUNK * self.chunks * self.pp} --hidden-size {hidden} --num-attention-heads "
+            f"{hidden // 128 or 8} --ffn-hidden-size {4 * hidden} --seq-length {seq} --max-position-embeddings {seq} "
+            f"--vocab-size {vocab} --micro-batch-size 1 --global-batch-size {self.num_microbatches * self.dp} "
+            f"--hidden-dropout 0 --attention-dropout 0 --mock-data --lr 1e-4 --train-iters 10 --sequence-parallel "
+            f"--pipeline-model-parallel-size {self.pp} --tensor-model-parallel-size {self.tp}"
+        ).split()
+        words += ["--bf16", "--attention-backend", "fused", "--untie-embeddings-and-output-weights"] * self.large
+        words += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)] if self.chunks > 1 else []
+        return [*words, *self.switches]
+
+    def __str__(self):
+        names = [name.removeprefix("--") for name in self.switches]
+        changed = (
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if field.name not in ("target", "switches") and getattr(self, field.name) != field.default
+        )
+        return "-".join([self.target, names[-1] if names else "replicated", *changed])
+
+
+def on_h100(cases):
+    gpus = [dataclasses.replace(case, target="h100") for case in cases]
+    return [pytest.param(case, id=str(case), marks=pytest.mark.gpu_compiler) for case in gpus]
+
+
+def on_both(cases):
+    """Each case for CPU devices, and for H100s where the GPU compiler is."""
+    return [pytest.param(case, id=str(case)) for case in cases] + on_h100(cases)
+
+
+SMALL = [
+    Case(dp=2, switches=SWITCHES[:1]),
+    Case(dp=8, switches=SWITCHES[:2], num_microbatches=2),
+    Case(dp=4, tp=2),
+    Case(dp=2, tp=2, pp=2, switches=SWITCHES[:1], num_microbatches=2),
+    Case(dp=2, tp=2, pp=2),
+    Case(dp=2, pp=2, chunks=2),
+]
+REPLICATED = [Case(dp=4, tp=2, switches=()), Case(dp=4, pp=2, switches=SWITCHES[1:2])]
+LARGE = [Case(dp=8, large=True), Case(dp=4, pp=2, large=True)]
+LARGE_PLAIN = [Case(dp=8, large=True, switches=SWITCHES[:1])]
+
+
+# ---- compiling ------------------------------------------------------------------------------------------------------
+@functools.cache
+def program(case):
+    if case.target == "cpu":
+        devices = jax.devices()[: case.num_devices]
+    else:
+        available, reason = gpu_compiler_available()
+        if not available:
+            pytest.skip(reason)
+        devices = compile_only_devices(case.target, case.num_devices)
+    config, _ = resolve_for_run(load_config(case.words), case.num_devices)
+    return build_program(config, devices)
+
+
+@functools.cache
+def compiled(case):
+    one = program(case)
+    return compile_for(one.train_step(), one.abstract_state(), one.abstract_batch(), one.dropout_key())
+
+
+@functools.cache
+def module(case):
+    return hlo.load(compiled(case))
+
+
+@functools.cache
+def over_dp(case):
+    """Collectives over data-parallel ranks, but for scalars: report and norms."""
+    records = hlo.collectives(module(case), dict(program(case).mesh.shape))
+    return [record for record in records if "dp" in (record.axes or ()) and record.result_bytes > 1024]
+
+
+def elements(case):
+    """(path, elements on a device before they are divided over dp, whether they are) of each parameter."""
+    sizes = dict(program(case).mesh.shape)
+    for path, spec in partition.named_specs(program(case).specs):
+        local = partition.local_bytes({"a": spec}, sizes, 1)
+        yield path, local, partition.data_sharded(spec, DATA_AXES, sizes)[1] is not None
+
+
+def total_bytes(records, kind):
+    """Bytes of whole arrays a step, loops included."""
+    return sum(
+        max(record.operand_bytes, record.result_bytes) * record.executions for record in records if record.kind == kind
+    )
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("case", on_both(SMALL) + on_h100(LARGE + LARGE_PLAIN))
+def test_each_gradient_is_reduced_and_each_parameter_gathered_once_a_step(case):
+    divided = sum(size for _, size, is_divided in elements(case) if is_divided)
+    whole = sum(size for _, size, is_divided in elements(case) if not is_divided)
+    assert whole <= BYTES_RATIO * divided
+    assert {record.kind for record in over_dp(case)} <= {"reduce-scatter", "all-gather", "all-reduce"}
+    for kind, itemsize in (("reduce-scatter", 4), ("all-gather", case.itemsize)):
+        assert total_bytes(over_dp(case), kind) == pytest.approx(itemsize * divided, rel=BYTES_RATIO)
+        wire = sum(record.wire_bytes * record.executions for record in over_dp(case) if record.kind == kind)
+        expected = (case.dp - 1) / case.dp * itemsize * (divided + whole)
+        assert wire == pytest.approx(expected, rel=BYTES_RATIO)
+    assert {r.dtype for r in over_dp(case) if r.kind == "reduce-scatter"} == {"f32"}
+    assert total_bytes(over_dp(case), "all-reduce") <= BYTES_RATIO * 4 * divided
+
+
+@pytest.mark.parametrize("case", on_both(REPLICATED))
+def test_without_the_distributed_optimizer_each_gradient_is_all_reduced_once_a_step(case):
+    count = sum(size for _, size, _ in elements(case))
+    assert {record.kind for record in over_dp(case)} == {"all-reduce"}
+    assert total_bytes(over_dp(case), "all-reduce") == pytest.approx(4 * count, rel=BYTES_RATIO)
+
+
+def executions_in_loops(case, kind):
+    """How often each collective that stands in a loop runs in a step."""
+    return {record.executions for record in over_dp(case) if record.kind == kind and record.site.loops}
+
+
+@pytest.mark.parametrize("case", on_both(SMALL + REPLICATED) + on_h100(LARGE + LARGE_PLAIN))
+def test_only_overlapped_collectives_stand_in_loops_over_layers(case):
+    """The first layer that is gathered and the last one that is reduced stand outside: nothing is left beside them."""
+    inside = {LAYERS_PER_CHUNK - 1}
+    reduced = "reduce-scatter" if SWITCHES[0] in case.switches else "all-reduce"
+    if case.chunks == 1:
+        assert executions_in_loops(case, reduced) == (inside if SWITCHES[1] in case.switches else set())
+        assert executions_in_loops(case, "all-gather") == (inside if SWITCHES[2] in case.switches else set())
+
+
+# ---- overlap --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("case", on_h100(LARGE))
+def test_reductions_and_gathers_in_loops_over_layers_run_beside_matmuls(case):
+    in_loops = [record for record in over_dp(case) if record.site.loops and record.executions > 1]
+    assert {record.kind for record in in_loops} >= {"reduce-scatter", "all-gather"}
+    assert all(record.is_async for record in in_loops)
+    pairs = {pair.start: pair for pair in hlo.async_pairs(module(case), dict(program(case).mesh.shape))}
+    bare = collections.Counter(r.kind for r in in_loops if r.name in pairs and not pairs[r.name].is_hidden)
+    assert not bare
+    assert sum(r.name in pairs for r in in_loops) == len(in_loops)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+STATES = [
+    Case(dp=8, large=True, switches=SWITCHES[:1]),
+    Case(dp=8, large=True),
+    Case(dp=8, large=True, switches=()),
+]
+
+
+@pytest.mark.parametrize("case", on_h100(STATES))
+def test_arguments_are_two_bytes_a_parameter_and_twelve_over_d(case):
+    """bf16 parameters, fp32 master and two moments; parameters divided as well where their gather is overlapped."""
+    memory, count = hlo.memory(compiled(case)), sum(size for _, size, _ in elements(case))
+    expected = 2 + 12 / (case.dp if SWITCHES[0] in case.switches else 1)
+    if SWITCHES[2] in case.switches:
+        expected = 14 / case.dp
+    assert memory.argument_bytes / count == pytest.approx(expected, rel=0.02)
+
+
+def state_bytes(case):
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(program(case).abstract_state())
+    )
+
+
+@pytest.mark.parametrize("case", on_both(SMALL) + on_h100(STATES))
+def test_the_whole_state_is_written_where_the_old_one_lay(case):
+    memory = hlo.memory(compiled(case))
+    assert memory.alias_bytes == pytest.approx(state_bytes(case), rel=0.001, abs=1024)
+    assert memory.argument_bytes - memory.alias_bytes < 0.02 * memory.argument_bytes + 4096  # the batch
+
+
+@pytest.mark.parametrize("case", on_h100(STATES))
+def test_gradients_of_layers_lie_in_one_fp32_buffer_and_a_reduced_part_of_it(case):
+    carried = []
+    for loop in hlo.loops(module(case)):
+        shape = module(case).computation(loop.site.computation).by_name[loop.name].shape
+        lead = (LAYERS_PER_CHUNK,)
+        carried.append(sum(x.bytes for x in leaves(shape) if x.dtype == "f32" and x.dims[:1] == lead))
+    layers = sum(size for path, size, _ in elements(case) if path.startswith("layers/"))
+    reduced = 4 / case.dp if SWITCHES[1] in case.switches else 0
+    assert max(carried) / layers == pytest.approx(4 + reduced, rel=0.02)
