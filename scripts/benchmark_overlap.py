@@ -6,15 +6,15 @@ Needs JAX's CUDA plugin (extra dryrun) and no GPU; takes some ten minutes of one
 runs (16 layers, hidden 4096, 4096 tokens, bf16, 8 micro-batches of a rank, --use-distributed-optimizer) and prints a
 markdown table, a row a program:
 
-    exposed        what XLA's scheduler says that the device waits for reduce-scatters and all-gathers (all over dp), of
-                   each computation times its executions in a step, milliseconds
-    step           the scheduler's total time of each computation times its executions
-    matmuls alone  the matmul FLOPs at the card's peak, a bound that no step reaches
-    not beside     the same transfers as a second, cruder figure: bytes over NVLink of those that have no matmul between
-                   start and end, each at its whole length, and nothing of the rest
+    transfers      bytes of reduce-scatters and all-gathers (all over dp) over NVLink's bandwidth
+    exposed        what the device waits for them as XLA schedules them
+    step           the matmul FLOPs at the card's peak: less than any step takes, so the share is more than it can be
+    not beside     a second, cruder figure: those transfers that have no matmul between start and end, each at its whole
+                   length, and nothing of the rest
 
-The times are XLA's model of an H100, not measured ones. The scheduler gives a loop no time, so that what it puts
-beside one counts as exposed.
+Milliseconds a step. "Exposed" is of XLA's own model of an H100, not measured: its scheduler logs it for each
+computation that holds transfers, here times how often that runs. The model's transfers are slower than the bandwidth (a
+reduce-scatter by half), and it gives a loop no time, so that what stands beside one counts as exposed.
 """
 
 import argparse
@@ -78,8 +78,8 @@ def compile_case(case: Case) -> dict[str, Any]:
     compiled = compile_for(program.train_step(), state, batch, program.dropout_key())
     module, memory, mesh_shape = hlo.load(compiled), hlo.memory(compiled), dict(program.mesh.shape)
     records = [one for one in hlo.collectives(module, mesh_shape) if "dp" in (one.axes or ()) and one.kind in KINDS]
-    beside = {pair.start for pair in hlo.async_pairs(module, mesh_shape) if pair.is_hidden}
-    h100 = cards.card("h100")
+    beside = {pair.operation for pair in hlo.async_pairs(module, mesh_shape) if pair.is_hidden}
+    h100, bodies = cards.card("h100"), bodies_of(module)
     return {
         **dataclasses.asdict(case),
         "executions": executions(module),
@@ -90,6 +90,7 @@ def compile_case(case: Case) -> dict[str, Any]:
             {
                 "kind": record.kind,
                 "us": record.wire_bytes / h100.nvlink_bytes_per_s * 1e6,
+                "computation": bodies[record.site.loops[-1]] if record.site.loops else module.entry.name,
                 "executions": record.executions,
                 "beside_matmul": record.name in beside,
             }
@@ -98,14 +99,18 @@ def compile_case(case: Case) -> dict[str, Any]:
     }
 
 
+def bodies_of(module: hlo.Module) -> dict[str, str]:
+    """Returns the computation that each loop runs."""
+    return {each.name: each.called("body")[0] for each, _ in hlo.walk(module) if each.opcode == "while"}
+
+
 def executions(module: hlo.Module) -> dict[str, int]:
     """Returns how often a step runs the entry computation and the body of each loop."""
-    body = {each.name: each.called("body")[0] for each, _ in hlo.walk(module) if each.opcode == "while"}
-    times = {module.entry.name: 1}
+    bodies, times = bodies_of(module), {module.entry.name: 1}
     for loop in hlo.loops(module):
         if loop.trip_count is None or loop.site.executions is None:
             raise RuntimeError(f"{loop.name}: the program does not tell how often it runs")
-        times[body[loop.name]] = loop.trip_count * loop.site.executions
+        times[bodies[loop.name]] = loop.trip_count * loop.site.executions
     return times
 
 
@@ -121,42 +126,39 @@ def compile_with_log(case: Case) -> dict[str, Any]:
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
     row = json.loads(text)
-    missing = row["executions"].keys() - statistics["after"].keys()
-    if missing:
-        raise RuntimeError(f"no statistics of {', '.join(sorted(missing))}")
-    return {
-        **row,
-        **{when: {name: rows.get(name, {}) for name in row["executions"]} for when, rows in statistics.items()},
-    }
+    unknown = {each["computation"] for each in row["transfers"]} - statistics["after"].keys()
+    if unknown:
+        raise RuntimeError(f"no statistics of {', '.join(sorted(unknown))}")
+    return {**row, "after": {name: rows for name, rows in statistics["after"].items() if name in row["executions"]}}
 
 
 # ---- the table ----------------------------------------------------------------------------------------------------
-def summed(row: dict[str, Any], what: str, when: str = "after") -> float:
-    """Returns microseconds a step of a kind (or "total"): of each computation times its executions."""
-    return sum(row[when][name].get(what, 0.0) * times for name, times in row["executions"].items())
+def exposed_ms(row: dict[str, Any], kind: str) -> float:
+    """Returns milliseconds a step that the device waits for a kind: of each computation times its executions."""
+    return sum(rows.get(kind, 0.0) * row["executions"][name] for name, rows in row["after"].items()) / 1e3
 
 
-def not_beside(row: dict[str, Any]) -> float:
-    """Returns microseconds a step of the transfers that have no matmul between start and end."""
-    return sum(each["us"] * each["executions"] for each in row["transfers"] if not each["beside_matmul"])
+def transfer_ms(transfers: Sequence[dict[str, Any]]) -> float:
+    """Returns milliseconds a step of transfers at the link's bandwidth."""
+    return sum(each["us"] * each["executions"] for each in transfers) / 1e3
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the lines of the table."""
     lines = [
-        "| dp x pp | overlap | transfers, ms | exposed reduce-scatter, ms | exposed all-gather, ms | step, ms |"
-        " exposed / step | matmuls alone, ms | not beside a matmul, ms | temp GB |",
+        "| dp x pp | overlap | reduce-scatter: transfers | exposed | all-gather: transfers | exposed | step |"
+        " exposed / step | not beside a matmul | temp GB |",
         "|" + " --- |" * 10,
     ]
     for row in rows:
-        exposed = [summed(row, kind) for kind in KINDS]
-        whole = sum(each["us"] * each["executions"] for each in row["transfers"])
-        step = summed(row, "total")
+        exposed = [exposed_ms(row, kind) for kind in KINDS]
+        transfers = [transfer_ms([each for each in row["transfers"] if each["kind"] == kind]) for kind in KINDS]
+        bare = transfer_ms([each for each in row["transfers"] if not each["beside_matmul"]])
+        step = row["matmul_us"] / 1e3
         name = ("off", "gradients", "gradients, parameters")[row["overlap"]]
-        times = [f"{us / 1e3:.2f}" for us in (whole, *exposed, step)]
-        cells = [f"{NUM_GPUS // row['pp']} x {row['pp']}", name, *times, f"{sum(exposed) / step:.2%}"]
-        cells += [f"{row['matmul_us'] / 1e3:.0f}", f"{not_beside(row) / 1e3:.2f}", f"{row['temp_bytes'] / 1e9:.1f}"]
-        lines.append("| " + " | ".join(cells) + " |")
+        times = [f"{ms:.2f}" for pair in zip(transfers, exposed, strict=True) for ms in pair]
+        cells = [f"{NUM_GPUS // row['pp']} x {row['pp']}", name, *times, f"{step:.0f}", f"{sum(exposed) / step:.2%}"]
+        lines.append("| " + " | ".join([*cells, f"{bare:.2f}", f"{row['temp_bytes'] / 1e9:.1f}"]) + " |")
     return lines
 
 

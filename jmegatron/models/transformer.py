@@ -59,8 +59,8 @@ class LayerSettings:
     zero_centered_norm: bool = False
     hidden_dropout: float = 0.0
     recompute: Recompute | None = None
-    """What a layer's backward computes again. full: all of it, its input alone is kept. selective: all but matmuls with
-    parameters: norms, gathers, the attention core, activations; kept is what has a name. None: nothing to speak of."""
+    """What a layer's backward computes again. full: all of it, its input alone is kept. selective: all but the products
+    with parameters: norms, gathers, the attention core, activations; kept is what has a name. None: activations."""
     recompute_mlp: bool = False
     """With selective: the feed-forward part as a whole is computed again as well."""
 
@@ -178,8 +178,8 @@ def stacked_layer(
 ) -> Float[Array, "batch seq_local hidden"]:
     """Returns `transformer_layer`, computed again in its backward where the settings ask for that.
 
-    Communication: that of `transformer_layer`; in the backward once more its forward with full recompute, its
-    all-gathers with selective recompute (and with `recompute_mlp` the feed-forward's reduction).
+    Communication: that of `transformer_layer`; in the backward once more its all-gathers with selective recompute, its
+    forward without the last reduction with full recompute.
 
     Args:
       parameters: of one layer.

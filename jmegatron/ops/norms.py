@@ -38,8 +38,8 @@ def rms_norm(
 
 def _apply(centered: bool, eps: float, x: Array, scale: Array, bias: Array | None) -> Array:
     # Outside the custom gradient, so that autodiff adds whatever reduction the caller's sharding asks for.
-    x, scale, bias = (vary_like(each, x, scale, bias) for each in (x, scale, bias))
-    return _norm(centered, eps, x, scale, bias)
+    together = x, scale, bias
+    return _norm(centered, eps, *(vary_like(each, together) for each in together))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -80,8 +80,11 @@ def _dependent(jaxpr: Any, roots: list[bool]) -> list[bool]:
     """Returns for each output of a closed jaxpr whether it depends on an input that is a root."""
     variables = {v for v, root in zip(jaxpr.jaxpr.invars, roots, strict=True) if root}
     for equation in jaxpr.jaxpr.eqns:
-        if any(not hasattr(v, "val") and v in variables for v in equation.invars):
-            variables.update(equation.outvars)
+        inputs = [not hasattr(v, "val") and v in variables for v in equation.invars]
+        # Into jitted functions, as jnp.where is one; whatever else calls a jaxpr mixes its inputs.
+        called = equation.params.get("jaxpr") if equation.primitive.name in ("jit", "pjit") else None
+        outputs = [any(inputs)] * len(equation.outvars) if called is None else _dependent(called, inputs)
+        variables.update(v for v, depends in zip(equation.outvars, outputs, strict=True) if depends)
     return [not hasattr(v, "val") and v in variables for v in jaxpr.jaxpr.outvars]
 
 

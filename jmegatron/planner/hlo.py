@@ -579,6 +579,8 @@ class AsyncPair:
     Attributes:
         kind: what was started (a collective, `copy`, ...).
         start, done: names of the two instructions.
+        operation: name of the instruction that says what is started, of a collective its `Collective.name`: `start`
+            itself, or what stands in the computation that it calls.
         axes: mesh axes that the collective runs over; None for other kinds, or when no mesh was given.
         site: where they stand.
         between: the work between them, in schedule order.
@@ -587,6 +589,7 @@ class AsyncPair:
     kind: str
     start: str
     done: str
+    operation: str
     axes: tuple[str, ...] | None
     site: Site
     between: tuple[Work, ...]
@@ -633,7 +636,7 @@ def async_pairs(
         if mesh_shape is not None and kind in COLLECTIVE_KINDS:
             axes = _collective(module, instruction, place, mesh_shape).axes
         between = tuple(_work_between(counter, computation, each, done))
-        pairs.append(AsyncPair(kind, each.name, done.name, axes, site, between))
+        pairs.append(AsyncPair(kind, each.name, done.name, instruction.name, axes, site, between))
     return pairs
 
 

@@ -108,8 +108,15 @@ def step(family: str, recompute: str | None, recompute_mlp: bool, pp: int, tp: i
     )
 
 
-@pytest.mark.parametrize(("recompute", "recompute_mlp"), [("selective", False), ("selective", True), ("full", False)])
-@pytest.mark.parametrize(("family", "pp", "tp"), [("gpt2", 2, 2), ("llama", 1, 2)])
+@pytest.mark.parametrize(
+    ("family", "pp", "tp", "recompute", "recompute_mlp"),
+    [
+        ("gpt2", 2, 2, "selective", False),
+        ("gpt2", 2, 2, "full", False),
+        ("llama", 1, 2, "selective", False),
+        ("llama", 1, 2, "selective", True),
+    ],
+)
 def test_recompute_changes_no_number_with_dropout(family, pp, tp, recompute, recompute_mlp):
     got, plain = step(family, recompute, recompute_mlp, pp, tp), step(family, None, False, pp, tp)
     # The same operations on the same numbers; only XLA's choice of what to fuse may differ.
