@@ -114,7 +114,7 @@ def steady_ticks(module: Any, mesh_shape: dict[str, int]) -> list[dict[str, Any]
         if loop.site.loops:
             inside[loop.site.loops[-1]].append(loop)
     body = {each.name: each.called("body")[0] for each, _ in hlo.walk(module) if each.opcode == "while"}
-    pairs = {pair.start: pair for pair in hlo.async_pairs(module, mesh_shape)}
+    pairs = {pair.operation: pair for pair in hlo.async_pairs(module, mesh_shape)}
     found = []
     for loop in loops:
         own = inside[loop.name]

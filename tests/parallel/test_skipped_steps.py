@@ -52,8 +52,7 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(shard.data).tobytes() for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
 
 
-@pytest.mark.parametrize("sharded", [(), SHARDED], ids=["replicated", "sharded"])
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize(("value", "sharded"), [(np.nan, ()), (np.inf, SHARDED)], ids=["nan-replicated", "inf-sharded"])
 def test_one_ranks_bad_gradient_skips_the_step_on_every_rank(value: float, sharded: Any, poison: Any) -> None:
     options = [*OPTIONS, *NO_DROPOUT, *FP16, *PARALLEL, *sharded]
     config, tokenizer = resolve_for_run(load_config(options), 8)
