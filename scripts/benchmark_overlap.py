@@ -20,14 +20,12 @@ reduce-scatter by half), and it gives a loop no time, so that what stands beside
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 # Sets JAX_PLATFORMS before jax is imported.
-from benchmark_pipeline import HEADS, HIDDEN, NUM_GPUS, SCHEDULER_LOG, SEQ, VOCAB, scheduler_statistics
+from benchmark_pipeline import HEADS, HIDDEN, NUM_GPUS, SEQ, VOCAB, run_with_log
 
 from jmegatron.config import load_config
 from jmegatron.planner import cards, hlo
@@ -116,16 +114,7 @@ def executions(module: hlo.Module) -> dict[str, int]:
 
 def compile_with_log(case: Case) -> dict[str, Any]:
     """Returns the figures of a case with, per computation, the microseconds that the scheduler states."""
-    command = [sys.executable, os.path.abspath(__file__), "--case", json.dumps(dataclasses.asdict(case))]
-    environment = {**os.environ, **SCHEDULER_LOG}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        statistics = scheduler_statistics(process.stderr)
-        text = process.stdout.read()
-    if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
-    row = json.loads(text)
+    row, statistics = run_with_log(__file__, case)
     unknown = {each["computation"] for each in row["transfers"]} - statistics["after"].keys()
     if unknown:
         raise RuntimeError(f"no statistics of {', '.join(sorted(unknown))}")

@@ -173,17 +173,27 @@ def scheduler_statistics(lines: Iterable[bytes]) -> dict[str, dict[str, dict[str
     return found
 
 
-def compile_with_log(case: Case) -> dict[str, Any]:
-    """Returns the figures of a case and, for each steady tick, the microseconds that the scheduler states."""
-    command = [sys.executable, os.path.abspath(__file__), "--case", json.dumps(dataclasses.asdict(case))]
+def run_with_log(script: str, case: Any) -> tuple[dict[str, Any], dict[str, dict[str, dict[str, float]]]]:
+    """Returns (the JSON that `script --case` prints, what XLA's scheduler logs meanwhile), from a process of its own.
+
+    Raises:
+      RuntimeError: it ended with an error.
+    """
+    command = [sys.executable, os.path.abspath(script), "--case", json.dumps(dataclasses.asdict(case))]
     environment = {**os.environ, **SCHEDULER_LOG}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         statistics = scheduler_statistics(process.stderr)
-        row = json.loads(process.stdout.read())
+        text = process.stdout.read()
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
+    return json.loads(text), statistics
+
+
+def compile_with_log(case: Case) -> dict[str, Any]:
+    """Returns the figures of a case and, for each steady tick, the microseconds that the scheduler states."""
+    row, statistics = run_with_log(__file__, case)
     for tick in row["ticks"]:
         for when, rows in statistics.items():
             tick[when] = rows[tick["computation"]]

@@ -1,9 +1,9 @@
 """Loss scaling for float16: a factor that keeps small gradients above float16's smallest number.
 
-No communication, but for `all_finite` on global arrays. Source: Megatron-LM core/optimizer/grad_scaler.py.
+No communication. Source: Megatron-LM core/optimizer/grad_scaler.py.
 
     loss weights (fp32) * scale -> backward, in float16 inside the layers -> fp32 gradients -> / scale
-    -> all_finite? -> update(scale) -> clip and optimizer, or keep weights, moments and schedule as they are
+    -> finite? (each gradient's norm) -> update(scale) -> clip and optimizer, or keep weights, moments and schedule as they are
 
 The scale multiplies the objective while it is still fp32 (2^32 is beyond float16's 65504), so that the first cotangent
 that is cast to float16 is scaled already; where that overflows, inf runs through to the gradients, and the step is
@@ -14,13 +14,13 @@ lowers the scale until a whole window of clean steps has passed.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jmegatron.partition import Tree, path_of
+from jmegatron.partition import Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,32 +105,3 @@ def unscale(gradients: Tree, state: LossScale) -> Tree:
     # Cast first: divided by 2^32 most gradients would fall below float16's smallest number again.
     inverse = 1.0 / state.scale
     return jax.tree.map(lambda g: g.astype(jnp.float32) * inverse, gradients)
-
-
-def all_finite(gradients: Tree) -> Bool[Array, ""]:
-    """Returns whether no element of any leaf is inf or NaN: the same answer on every device.
-
-    Communication: on global arrays, an all-reduce of a bool per leaf over the axes that divide it, added by XLA.
-    """
-    return jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(gradients)]).all()
-
-
-class NonFinite(NamedTuple):
-    """Where an inf or NaN stands."""
-
-    path: str
-    """Of the leaf, such as "layers/mlp/up/kernel"."""
-    device: int
-    """Id of a device that holds it."""
-
-
-def first_non_finite(gradients: Tree) -> NonFinite | None:
-    """Returns the first leaf, in tree order, with an inf or NaN on this process's devices, or None. On the host.
-
-    Communication: none; each process looks at the parts that its own devices hold.
-    """
-    for key_path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]:
-        for shard in leaf.addressable_shards:
-            if not jnp.isfinite(shard.data).all():
-                return NonFinite(path_of(key_path), shard.device.id)
-    return None

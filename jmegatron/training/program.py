@@ -68,13 +68,8 @@ class Program:
     @property
     def is_canonical(self) -> bool:
         """Whether the state's layers lie in order, so that a checkpoint holds it as it is."""
-        return all(
-            a.shape == b.shape and a.stacked == b.stacked for a, b in zip(*map(_leaves, self._both), strict=True)
-        )
-
-    @property
-    def _both(self) -> tuple[Any, Any]:
-        return self.specs, self.canonical_specs
+        pairs = zip(partition.named_specs(self.specs), partition.named_specs(self.canonical_specs), strict=True)
+        return all(own.shape == ordered.shape and own.stacked == ordered.stacked for (_, own), (_, ordered) in pairs)
 
     def canonical_state(self) -> TrainState:
         """Returns shapes, dtypes and shardings of the state as a checkpoint holds it."""
@@ -203,10 +198,6 @@ def state_shardings(settings: StepSettings, specs: Any, optimizer: Any, mesh: Me
         overlap_param_gather=settings.overlap_param_gather,
         scaler=settings.scaler,
     )
-
-
-def _leaves(specs: Any) -> list[Any]:
-    return [spec for _, spec in partition.named_specs(specs)]
 
 
 def build_program(config: Config, devices: list[Any]) -> Program:

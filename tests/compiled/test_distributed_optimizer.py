@@ -10,14 +10,13 @@ import functools
 import jax
 import numpy as np
 import pytest
+from compiled_support import program_of
 
 from jmegatron import partition
-from jmegatron.config import load_config
 from jmegatron.mesh import DATA_AXES
 from jmegatron.planner import hlo
 from jmegatron.planner.hlo_text import leaves
-from jmegatron.planner.topology import compile_for, compile_only_devices, gpu_compiler_available
-from jmegatron.training.program import build_program, resolve_for_run
+from jmegatron.planner.topology import compile_for
 
 SWITCHES = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 LAYERS_PER_CHUNK = 3  # unlike any number of micro-batches or ranks
@@ -93,15 +92,7 @@ LARGE_PLAIN = [Case(dp=8, large=True, switches=SWITCHES[:1])]
 # ---- compiling ------------------------------------------------------------------------------------------------------
 @functools.cache
 def program(case):
-    if case.target == "cpu":
-        devices = jax.devices()[: case.num_devices]
-    else:
-        available, reason = gpu_compiler_available()
-        if not available:
-            pytest.skip(reason)
-        devices = compile_only_devices(case.target, case.num_devices)
-    config, _ = resolve_for_run(load_config(case.words), case.num_devices)
-    return build_program(config, devices)
+    return program_of(case.words, case.target, case.num_devices)
 
 
 @functools.cache

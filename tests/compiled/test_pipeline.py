@@ -13,6 +13,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from compiled_support import program_of
 from jax.experimental.compilation_cache import compilation_cache
 from tolerances import MATMUL_FLOPS_RATIO
 
@@ -21,7 +22,7 @@ from jmegatron.config import load_config
 from jmegatron.planner import formulas, hlo
 from jmegatron.planner.cards import card
 from jmegatron.planner.hlo_text import leaves
-from jmegatron.planner.topology import compile_for, compile_only_devices, gpu_compiler_available
+from jmegatron.planner.topology import compile_for
 from jmegatron.training.build import formula_shape
 from jmegatron.training.program import build_program, resolve_for_run
 
@@ -122,15 +123,7 @@ SPLIT = [case for case in SMALL if case.tp > 1 and case.recompute == "none"]
 
 @functools.cache
 def program(case):
-    if case.target == "cpu":
-        devices = jax.devices()[: case.num_devices]
-    else:
-        available, reason = gpu_compiler_available()
-        if not available:
-            pytest.skip(reason)
-        devices = compile_only_devices(case.target, case.num_devices)
-    config, _ = resolve_for_run(load_config(case.words), case.num_devices)
-    return build_program(config, devices)
+    return program_of(case.words, case.target, case.num_devices)
 
 
 def compile_step(case):
