@@ -3,7 +3,7 @@
 No communication. Source: Megatron-LM core/optimizer/grad_scaler.py.
 
     loss weights (fp32) * scale -> backward, in float16 inside the layers -> fp32 gradients -> / scale
-    -> finite? (each gradient's norm) -> update(scale) -> clip and optimizer, or keep weights, moments and schedule as they are
+    -> is every gradient's norm finite? -> update(scale) -> clip and optimizer, or weights, moments, schedule as before
 
 The scale multiplies the objective while it is still fp32 (2^32 is beyond float16's 65504), so that the first cotangent
 that is cast to float16 is scaled already; where that overflows, inf runs through to the gradients, and the step is
