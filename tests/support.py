@@ -12,7 +12,7 @@ from jmegatron import partition
 from jmegatron.layers import AttentionSettings, MLPSettings
 from jmegatron.mesh import build_mesh
 from jmegatron.models.gpt import ONE_STAGE, GPTSettings, PipelineParallel, gpt_specs
-from jmegatron.models.transformer import LayerSettings, TensorParallel
+from jmegatron.models.transformer import LayerParallel, LayerSettings
 from jmegatron.optimizer.optimizers import OptimizerSettings, global_norm
 from jmegatron.training.batches import Batch, batch_shardings
 from jmegatron.training.stages import PipelineSettings
@@ -110,7 +110,7 @@ def run_gradients(
     `distributed` names switches of StepSettings that are on: the distributed optimizer and its overlaps.
     """
     mesh = build_mesh(jax.devices()[: pp * dp * tp], pp=pp, dp=dp, tp=tp)
-    parallel = TensorParallel("tp", tp, sequence_parallel)
+    parallel = LayerParallel("tp", tp, sequence_parallel)
     cut = PipelineParallel("pp", pp, tuple(map(tuple, places)) or even_places(settings, pp)) if pp > 1 else ONE_STAGE
     step_settings = StepSettings(
         settings,
@@ -183,7 +183,7 @@ def start_parameters(settings: GPTSettings, seed: int) -> Any:
     Noise on biases and scales too, so that a bias added twice or a scale left out shows. A leaf depends on its path and
     its row numbers only, so more padding does not change the real rows.
     """
-    specs = gpt_specs(settings, TensorParallel())
+    specs = gpt_specs(settings, LayerParallel())
 
     def leaf(key_path: tuple[Any, ...], spec: partition.ParameterSpec) -> np.ndarray:
         path = partition.path_of(key_path)

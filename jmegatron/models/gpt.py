@@ -32,7 +32,7 @@ from jmegatron.layers.cross_entropy import linear_cross_entropy
 from jmegatron.layers.embedding import padded_rows, vocab_parallel_embedding_specs, vocab_parallel_lookup
 from jmegatron.layers.linear import matmul
 from jmegatron.layers.norm import norm, norm_specs
-from jmegatron.models.transformer import LayerSettings, TensorParallel, layer_specs, stacked_layer, transformer_stack
+from jmegatron.models.transformer import LayerParallel, LayerSettings, layer_specs, stacked_layer, transformer_stack
 from jmegatron.ops.rotary import rotary_angles
 from jmegatron.partition import ParameterSpec, Tree
 
@@ -114,13 +114,13 @@ class Tokens:
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------
-def vocab_axes(parallel: TensorParallel, pipeline: PipelineParallel = ONE_STAGE) -> Axes:
+def vocab_axes(parallel: LayerParallel, pipeline: PipelineParallel = ONE_STAGE) -> Axes:
     """Returns the mesh axes that divide the vocabulary: (pp, tp), or one of them, or None."""
     axes = tuple(axis for axis in (pipeline.axis, parallel.axis) if axis is not None)
     return axes if len(axes) > 1 else (axes[0] if axes else None)
 
 
-def gpt_specs(settings: GPTSettings, parallel: TensorParallel, pipeline: PipelineParallel = ONE_STAGE) -> Tree:
+def gpt_specs(settings: GPTSettings, parallel: LayerParallel, pipeline: PipelineParallel = ONE_STAGE) -> Tree:
     """Returns the declarations of every parameter: the only place where shapes, axes and start values are stated.
 
     Start values as the reference's: N(0, std), output projections N(0, std / sqrt(2 num_layers)), biases 0, scales 1.
@@ -161,7 +161,7 @@ def gpt_specs(settings: GPTSettings, parallel: TensorParallel, pipeline: Pipelin
 
 
 def _position_spec(
-    s: GPTSettings, parallel: TensorParallel, pipeline: PipelineParallel, init: partition.Initializer
+    s: GPTSettings, parallel: LayerParallel, pipeline: PipelineParallel, init: partition.Initializer
 ) -> ParameterSpec:
     shape = (s.max_positions, s.hidden_size)
     if pipeline.axis is None:
@@ -198,7 +198,7 @@ def gpt_embed(
     parameters: Tree,
     batch: Tokens,
     settings: GPTSettings,
-    parallel: TensorParallel,
+    parallel: LayerParallel,
     pipeline: PipelineParallel = ONE_STAGE,
     *,
     dropout_key: Key[Array, ""] | None = None,
@@ -250,7 +250,7 @@ def gpt_layer(
     context: TokenContext,
     layer: Integer[Array, ""],
     settings: GPTSettings,
-    parallel: TensorParallel,
+    parallel: LayerParallel,
     pipeline: PipelineParallel = ONE_STAGE,
 ) -> Float[Array, "batch seq_local hidden"]:
     """Returns x after one layer. Communication: that of `stacked_layer`, over tp.
@@ -273,7 +273,7 @@ def gpt_output_loss(
     x: Float[Array, "batch seq_local hidden"],
     batch: Tokens,
     settings: GPTSettings,
-    parallel: TensorParallel,
+    parallel: LayerParallel,
     pipeline: PipelineParallel = ONE_STAGE,
 ) -> tuple[Float[Array, ""], Float[Array, "batch seq"]]:
     """Returns (sum of weight x loss, fp32 loss of each token) from the last layer's output.
@@ -341,7 +341,7 @@ def _last_layer(
     parameters: Tree,
     batch: Tokens,
     settings: GPTSettings,
-    parallel: TensorParallel,
+    parallel: LayerParallel,
     dropout_key: Key[Array, ""] | None,
 ) -> Array:
     x = gpt_embed(parameters, batch, settings, parallel, dropout_key=dropout_key)
@@ -355,7 +355,7 @@ def gpt_hidden(
     tokens: Integer[Array, "batch seq"],
     sample_ids: Integer[Array, "batch"],
     settings: GPTSettings,
-    parallel: TensorParallel,
+    parallel: LayerParallel,
     *,
     positions: Integer[Array, "#batch seq"] | None = None,
     segments: Integer[Array, "batch seq"] | None = None,
@@ -384,7 +384,7 @@ def gpt_loss(
     parameters: Tree,
     batch: Tokens,
     settings: GPTSettings,
-    parallel: TensorParallel,
+    parallel: LayerParallel,
     *,
     dropout_key: Key[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, "batch seq"]]:
@@ -400,7 +400,7 @@ def gpt_logits(
     parameters: Tree,
     tokens: Integer[Array, "batch seq"],
     settings: GPTSettings,
-    parallel: TensorParallel,
+    parallel: LayerParallel,
 ) -> Float[Array, "batch seq vocab_local"]:
     """Returns this rank's columns of the logits over the padded vocabulary; no dropout.
 

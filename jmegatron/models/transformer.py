@@ -30,7 +30,7 @@ Recompute = Literal["selective", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorParallel:
+class LayerParallel:
     """How layers are divided: the mesh axis, its size, and whether the sequence between them is divided too."""
 
     axis: str | None = None
@@ -67,7 +67,7 @@ class LayerSettings:
 
 def layer_specs(
     settings: LayerSettings,
-    parallel: TensorParallel,
+    parallel: LayerParallel,
     *,
     kernel_init: partition.Initializer,
     output_init: partition.Initializer,
@@ -109,7 +109,7 @@ def transformer_layer(
     x: Float[Array, "batch seq_local hidden"],
     context: TokenContext,
     settings: LayerSettings,
-    parallel: TensorParallel,
+    parallel: LayerParallel,
     layer: int | Integer[Array, ""] = 0,
 ) -> Float[Array, "batch seq_local hidden"]:
     """Returns the layer's output.
@@ -171,7 +171,7 @@ def stacked_layer(
     x: Float[Array, "batch seq_local hidden"],
     context: TokenContext,
     settings: LayerSettings,
-    parallel: TensorParallel,
+    parallel: LayerParallel,
     layer: Integer[Array, ""],
     *,
     may_be_absent: bool = False,
@@ -207,7 +207,7 @@ def transformer_stack(
     x: Float[Array, "batch seq_local hidden"],
     context: TokenContext,
     settings: LayerSettings,
-    parallel: TensorParallel,
+    parallel: LayerParallel,
     layer_index: Integer[Array, "layers"],
 ) -> Float[Array, "batch seq_local hidden"]:
     """Returns x after the stacked layers, in order. Communication: that of `stacked_layer`, once a layer.

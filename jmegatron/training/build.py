@@ -14,7 +14,7 @@ from jmegatron.layers.attention import AttentionSettings
 from jmegatron.layers.mlp import MLPSettings
 from jmegatron.mesh import PIPELINE_AXIS, TENSOR_AXIS
 from jmegatron.models.gpt import GPTSettings, PipelineParallel
-from jmegatron.models.transformer import LayerSettings, TensorParallel
+from jmegatron.models.transformer import LayerParallel, LayerSettings
 from jmegatron.ops.activations import is_gated
 from jmegatron.ops.attention import Backend, choose_backend
 from jmegatron.optimizer.loss_scaler import LossScalerSettings
@@ -47,10 +47,10 @@ def loss_scaler_settings(config: Config) -> LossScalerSettings | None:
     )
 
 
-def tensor_parallel(config: Config) -> TensorParallel:
+def tensor_parallel(config: Config) -> LayerParallel:
     """Returns how layers are divided; sequence parallelism means nothing on one tp rank, as in the reference."""
     ranks = config.parallel.tensor_model_parallel_size
-    return TensorParallel(TENSOR_AXIS, ranks, config.parallel.sequence_parallel and ranks > 1)
+    return LayerParallel(TENSOR_AXIS, ranks, config.parallel.sequence_parallel and ranks > 1)
 
 
 def attention_backend(config: Config, platform: str) -> Backend:

@@ -20,7 +20,7 @@ from jmegatron.models.gpt import (
     gpt_output_loss,
     output_parameters,
 )
-from jmegatron.models.transformer import TensorParallel
+from jmegatron.models.transformer import LayerParallel
 from jmegatron.partition import Tree
 from jmegatron.pipeline.schedule import Schedule, build_schedule
 from jmegatron.pipeline.stage import PipelineModel
@@ -63,7 +63,7 @@ class PipelineSettings:
 
 def gpt_pipeline_model(
     settings: GPTSettings,
-    parallel: TensorParallel,
+    parallel: LayerParallel,
     pipeline: PipelineParallel,
     dropout_key: Key[Array, ""] | None = None,
 ) -> PipelineModel:

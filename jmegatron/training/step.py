@@ -29,7 +29,7 @@ from jmegatron import partition
 from jmegatron.collectives import axis_size, gather_from, gather_sequence, reduce_scatter_to, sum_over, vary
 from jmegatron.mesh import DATA_AXES
 from jmegatron.models.gpt import GPTSettings, Tokens, gpt_specs
-from jmegatron.models.transformer import TensorParallel
+from jmegatron.models.transformer import LayerParallel
 from jmegatron.optimizer import loss_scaler
 from jmegatron.optimizer.loss_scaler import LossScalerSettings
 from jmegatron.optimizer.optimizers import OptimizerSettings, clip_by_norm, squared_norms
@@ -47,7 +47,7 @@ class StepSettings:
     """What a step needs to know besides the arrays."""
 
     model: GPTSettings
-    parallel: TensorParallel
+    parallel: LayerParallel
     optimizer: OptimizerSettings
     compute_dtype: Any = jnp.float32
     per_token: bool = False

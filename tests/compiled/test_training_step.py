@@ -23,7 +23,7 @@ from jmegatron import partition
 from jmegatron.layers import cross_entropy
 from jmegatron.mesh import build_mesh
 from jmegatron.models.gpt import gpt_specs
-from jmegatron.models.transformer import TensorParallel
+from jmegatron.models.transformer import LayerParallel
 from jmegatron.optimizer.optimizers import OptimizerSettings, build_optimizer
 from jmegatron.optimizer.schedules import LearningRateSchedule
 from jmegatron.planner import formulas, hlo
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def parallel(self):
-        return TensorParallel("tp", self.tp, self.sequence_parallel)
+        return LayerParallel("tp", self.tp, self.sequence_parallel)
 
     @property
     def mesh_shape(self):

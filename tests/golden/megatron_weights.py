@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from jmegatron import partition
 from jmegatron.layers import AttentionSettings, MLPSettings
 from jmegatron.models.gpt import GPTSettings, gpt_specs
-from jmegatron.models.transformer import LayerSettings, TensorParallel
+from jmegatron.models.transformer import LayerParallel, LayerSettings
 
 DATA = Path(__file__).parent / "data"
 Arrays = dict[str, np.ndarray]
@@ -75,7 +75,7 @@ def _join_qkv(query: np.ndarray, key_value: np.ndarray, s: AttentionSettings) ->
 # ---- whole models -------------------------------------------------------------------------------------------------
 def from_megatron(arrays: Arrays, settings: GPTSettings) -> Arrays:
     """Returns our flat dict of global, stacked arrays."""
-    shapes = {path: spec.shape for path, spec in partition.named_specs(gpt_specs(settings, TensorParallel()))}
+    shapes = {path: spec.shape for path, spec in partition.named_specs(gpt_specs(settings, LayerParallel()))}
     ours = {path: _to_ours(arrays[name], n, shapes[path]) for name, (path, n) in _MODEL.items() if path in shapes}
     layer = lambda name: [arrays[f"decoder.layers.{i}.{name}"] for i in range(settings.num_layers)]  # noqa: E731
     for name, (path, n) in _LAYER.items():

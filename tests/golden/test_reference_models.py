@@ -28,7 +28,7 @@ from tolerances import (
 from jmegatron import partition
 from jmegatron.mesh import BATCH_AXES, build_mesh
 from jmegatron.models.gpt import ONE_STAGE, GPTSettings, PipelineParallel, Tokens, gpt_logits, gpt_loss, gpt_specs
-from jmegatron.models.transformer import TensorParallel
+from jmegatron.models.transformer import LayerParallel
 from jmegatron.optimizer.optimizers import OptimizerSettings, build_optimizer
 from jmegatron.optimizer.schedules import LearningRateSchedule
 from jmegatron.training.program import state_shardings
@@ -70,7 +70,7 @@ def one_step(
 ) -> Step:
     """Logits and token losses, reported loss and all gradients from one program, with the recorded weights."""
     mesh = build_mesh(jax.devices()[: dp * tp], dp=dp, tp=tp)
-    parallel = TensorParallel("tp", tp, sequence_parallel)
+    parallel = LayerParallel("tp", tp, sequence_parallel)
     specs = gpt_specs(settings, parallel)
     gradient_function = make_gradient_function(
         StepSettings(settings, parallel, OptimizerSettings(), per_token=per_token), mesh
@@ -223,7 +223,7 @@ def train(model: str, dp: int, tp: int, sequence_parallel: bool, pp: int, switch
     stages = PipelineParallel("pp", pp, even_places(settings, pp)) if pp > 1 else ONE_STAGE
     step_settings = StepSettings(
         settings,
-        TensorParallel("tp", tp, sequence_parallel),
+        LayerParallel("tp", tp, sequence_parallel),
         numbers,
         pipeline=PipelineSettings(stages),
         **dict.fromkeys(switches, True),

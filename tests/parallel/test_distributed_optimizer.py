@@ -28,7 +28,7 @@ from jmegatron import partition
 from jmegatron.config import load_config
 from jmegatron.mesh import DATA_AXES, build_mesh
 from jmegatron.models.gpt import ONE_STAGE, PipelineParallel, gpt_specs
-from jmegatron.models.transformer import TensorParallel
+from jmegatron.models.transformer import LayerParallel
 from jmegatron.optimizer.optimizers import OptimizerSettings, build_optimizer
 from jmegatron.optimizer.schedules import LearningRateSchedule
 from jmegatron.training.program import build_program, resolve_for_run, state_shardings
@@ -172,7 +172,7 @@ def trained(distributed=(), dtype="float32", dp=1, tp=1, sequence_parallel=False
     numbers = OptimizerSettings(weight_decay=0.1)
     step = StepSettings(
         settings,
-        TensorParallel("tp", tp, sequence_parallel),
+        LayerParallel("tp", tp, sequence_parallel),
         numbers,
         compute_dtype=jnp.dtype(dtype),
         per_token=True,
@@ -227,7 +227,7 @@ def test_three_adamw_steps_in_bf16_give_the_parameters_of_replicated_state(layou
     """Another program fuses, hence rounds, otherwise; Adam makes a whole step of a gradient that is all rounding."""
     parameters, seen = trained(**layout, dtype="bfloat16")
     expected, expected_seen = trained(**{**layout, "distributed": ()}, dtype="bfloat16")
-    start = leaves_in_order(gpt_specs(model("llama"), TensorParallel()), start_parameters(model("llama"), 7))
+    start = leaves_in_order(gpt_specs(model("llama"), LayerParallel()), start_parameters(model("llama"), 7))
     np.testing.assert_allclose(seen, expected_seen, rtol=2**-8)  # one rounding of bfloat16
     for name, value in expected.items():
         moved = np.abs(value - start[name]).mean()

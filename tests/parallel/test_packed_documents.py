@@ -9,7 +9,7 @@ from tolerances import LOGITS_ABSOLUTE
 
 from jmegatron.data.borders import Borders
 from jmegatron.models.gpt import GPTSettings, gpt_hidden
-from jmegatron.models.transformer import TensorParallel
+from jmegatron.models.transformer import LayerParallel
 
 EOD = 0
 ALL = Borders(EOD, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
@@ -22,7 +22,7 @@ MODELS = {
 def states(settings: GPTSettings, tokens: list[int], **arrays):
     run = jax.jit(
         lambda p, t, a: gpt_hidden(
-            p, t, jnp.zeros(1, jnp.uint32), settings, TensorParallel(), **{k: v[None] for k, v in a.items()}
+            p, t, jnp.zeros(1, jnp.uint32), settings, LayerParallel(), **{k: v[None] for k, v in a.items()}
         )
     )
     return np.asarray(run(start_parameters(settings, 5), np.array([tokens], np.int32), arrays)[0])

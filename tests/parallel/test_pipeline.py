@@ -42,7 +42,7 @@ from jmegatron.config import load_config
 from jmegatron.data.borders import Borders
 from jmegatron.mesh import build_mesh
 from jmegatron.models.gpt import ONE_STAGE, GPTSettings, PipelineParallel
-from jmegatron.models.transformer import TensorParallel
+from jmegatron.models.transformer import LayerParallel
 from jmegatron.optimizer.optimizers import OptimizerSettings, build_optimizer
 from jmegatron.optimizer.schedules import LearningRateSchedule
 from jmegatron.pipeline.layout import pipeline_layout
@@ -428,7 +428,7 @@ def settings_at(settings: GPTSettings, layout: str, pp: int, chunks: int, tp: in
     cut = PipelineParallel("pp", pp, places_of(layout, pp, chunks)) if pp > 1 else ONE_STAGE
     return StepSettings(
         settings,
-        TensorParallel("tp", tp),
+        LayerParallel("tp", tp),
         OptimizerSettings(),
         per_token=True,
         pipeline=PipelineSettings(cut, **pipeline),

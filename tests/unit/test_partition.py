@@ -16,7 +16,7 @@ from support import tiny_gpt
 
 from jmegatron import partition, random
 from jmegatron.models.gpt import gpt_specs
-from jmegatron.models.transformer import TensorParallel
+from jmegatron.models.transformer import LayerParallel
 from jmegatron.partition import ParameterSpec
 
 INIT_STATS = json.loads((DATA / "tables" / "init_stats.json").read_text())
@@ -24,7 +24,7 @@ LLAMA = dict(normalization="RMSNorm", activation="swiglu", bias=False, position=
 
 
 def specs_of(tp: int = 1, sequence_parallel: bool = False, **changes):
-    return gpt_specs(tiny_gpt(**changes), TensorParallel("tp", tp, sequence_parallel))
+    return gpt_specs(tiny_gpt(**changes), LayerParallel("tp", tp, sequence_parallel))
 
 
 @functools.cache
@@ -157,7 +157,7 @@ def test_start_values_have_the_recorded_standard_deviations():
     specs = gpt_specs(
         tiny_gpt(num_layers=8, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=512, padded_vocab=512,
                  max_positions=256, init_std=INIT_STATS["init_method_std"]),
-        TensorParallel(),
+        LayerParallel(),
     )  # fmt: skip
     values = named(jax.jit(functools.partial(partition.init_parameters, specs))(jax.random.key(1)))
     recorded = INIT_STATS["stats"]["gpt_gelu"]

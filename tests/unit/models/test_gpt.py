@@ -11,7 +11,7 @@ from tolerances import LOSS_RELATIVE
 
 from jmegatron import partition
 from jmegatron.models.gpt import Tokens, gpt_logits, gpt_loss, gpt_specs
-from jmegatron.models.transformer import TensorParallel
+from jmegatron.models.transformer import LayerParallel
 from jmegatron.ops.activations import is_gated
 from jmegatron.planner import formulas, hlo
 
@@ -22,7 +22,7 @@ POSITIONS = ("learned_absolute", "rope", "none")
 KV_HEADS = (8, 2)
 OPTIONS = ("normalization", "activation", "bias", "tied", "position", "kv_heads", "qk_norm")
 ALL = list(itertools.product(NORMS, ACTIVATIONS, BOOLS, BOOLS, POSITIONS, KV_HEADS, BOOLS))
-ONE = TensorParallel()
+ONE = LayerParallel()
 
 
 def pairwise() -> list[tuple]:
@@ -159,7 +159,7 @@ def test_shapes_do_not_depend_on_the_mesh():
     for values in pairwise():
         settings = tiny_gpt(**dict(zip(OPTIONS, values, strict=True)))
         shapes = [
-            partition.map_specs(lambda s: s.shape, gpt_specs(settings, TensorParallel("tp", tp, tp > 1)))
+            partition.map_specs(lambda s: s.shape, gpt_specs(settings, LayerParallel("tp", tp, tp > 1)))
             for tp in (1, 2, 4, 8)
         ]
         assert all(s == shapes[0] for s in shapes)

@@ -13,7 +13,7 @@ from support import start_parameters, tiny_gpt
 
 from jmegatron import partition
 from jmegatron.models.gpt import PipelineParallel, gpt_specs
-from jmegatron.models.transformer import TensorParallel
+from jmegatron.models.transformer import LayerParallel
 from jmegatron.optimizer.optimizers import (
     OPTIMIZERS,
     OptimizerSettings,
@@ -137,7 +137,7 @@ def muon_written_out(gradients, momentum, factor):
 @pytest.mark.parametrize("model", MODELS)
 def test_muon_orthogonalises_each_layers_matrices_and_adam_updates_the_rest(model):
     settings = tiny_gpt(**MODELS[model])
-    specs = gpt_specs(settings, TensorParallel())
+    specs = gpt_specs(settings, LayerParallel())
     parameters = start_parameters(settings, 0)
     rng = np.random.default_rng(3)
     gradients = [jax.tree.map(lambda p: rng.standard_normal(p.shape).astype(np.float32), parameters) for _ in range(3)]
@@ -170,7 +170,7 @@ def test_muon_orthogonalises_each_layers_matrices_and_adam_updates_the_rest(mode
 
 def test_a_layers_muon_update_is_stock_optax_muon_of_that_layer_alone():
     settings = tiny_gpt()
-    specs = gpt_specs(settings, TensorParallel())
+    specs = gpt_specs(settings, LayerParallel())
     gradients = start_parameters(settings, 4)
     optimizer = build_optimizer(OptimizerSettings(name="muon", weight_decay=0.0), CONSTANT, specs)
     got = optimizer.update(gradients, optimizer.init(gradients), gradients)[0]["layers"]["mlp"]["up"]["kernel"]
@@ -183,8 +183,8 @@ def test_a_layers_muon_update_is_stock_optax_muon_of_that_layer_alone():
 def test_muon_is_the_same_with_the_layers_in_chunks_of_stages():
     """Places without a layer hold zeros and get no update."""
     settings = tiny_gpt(num_layers=3)
-    in_order = gpt_specs(settings, TensorParallel())
-    places = gpt_specs(settings, TensorParallel(), PipelineParallel("pp", 2, ((0, 1), (2, -1))))
+    in_order = gpt_specs(settings, LayerParallel())
+    places = gpt_specs(settings, LayerParallel(), PipelineParallel("pp", 2, ((0, 1), (2, -1))))
     gradients = jax.tree.map(jnp.asarray, start_parameters(settings, 4))
 
     def update(specs, gradients):
@@ -207,7 +207,7 @@ def test_with_zero_gradients_matrices_shrink_by_lr_times_decay_and_norms_and_bia
     settings = tiny_gpt(**MODELS[model])
     parameters = start_parameters(settings, 0)
     numbers = OptimizerSettings(name=name, weight_decay=0.1)
-    optimizer = build_optimizer(numbers, CONSTANT, gpt_specs(settings, TensorParallel()))
+    optimizer = build_optimizer(numbers, CONSTANT, gpt_specs(settings, LayerParallel()))
     after = jax.jit(lambda p: updated(optimizer, p, [jax.tree.map(jnp.zeros_like, p)])[0])(parameters)
     decayed = set()
 
@@ -229,7 +229,7 @@ def test_with_zero_gradients_matrices_shrink_by_lr_times_decay_and_norms_and_bia
 @pytest.mark.parametrize("model", MODELS)
 def test_the_decoupled_rate_is_that_of_word_embedding_and_output_layer_alone(model, name):
     settings = tiny_gpt(**MODELS[model])
-    specs = gpt_specs(settings, TensorParallel())
+    specs = gpt_specs(settings, LayerParallel())
     parameters = start_parameters(settings, 0)
     gradients = [start_parameters(settings, seed) for seed in (1, 2)]
     decoupled = LearningRateSchedule("linear", peak=0.4, minimum=0.3, warmup=2.0, decay=6.0)
@@ -352,7 +352,7 @@ MOMENTS = {"adam": 2, "sgd": 1, "lion": 1}
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_moments_lie_as_their_parameters_and_counters_on_every_device(name):
-    specs = gpt_specs(tiny_gpt(), TensorParallel("tp", 4))
+    specs = gpt_specs(tiny_gpt(), LayerParallel("tp", 4))
     mesh = mesh_of(2, 4)
     optimizer = build_optimizer(OptimizerSettings(name=name), SCHEDULE, specs)
     parameters = partition.shardings(specs, mesh)
@@ -383,7 +383,7 @@ def test_moments_lie_as_their_parameters_and_counters_on_every_device(name):
 def test_an_update_of_divided_state_equals_that_on_one_device(name):
     """The moments are divided over dp as well, as a distributed optimizer has them."""
     settings = tiny_gpt()
-    specs = gpt_specs(settings, TensorParallel("tp", 4))
+    specs = gpt_specs(settings, LayerParallel("tp", 4))
     mesh = mesh_of(2, 4)
     optimizer = build_optimizer(OptimizerSettings(name=name, weight_decay=DECAY, **NUMBERS), SCHEDULE, specs)
     parameters, gradients = start_parameters(settings, 0), [start_parameters(settings, seed) for seed in (1, 2)]
@@ -410,7 +410,7 @@ def test_an_update_of_divided_state_equals_that_on_one_device(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_moments_are_mapped_with_their_parameters_declarations(name):
-    specs = gpt_specs(tiny_gpt(), TensorParallel())
+    specs = gpt_specs(tiny_gpt(), LayerParallel())
     optimizer = build_optimizer(OptimizerSettings(name=name), SCHEDULE, specs)
     state = optimizer.init(start_parameters(tiny_gpt(), 0))
     shapes = []
