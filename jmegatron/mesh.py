@@ -50,8 +50,8 @@ def build_mesh(devices: Sequence[Any], *, pp: int = 1, dp: int = 1, ep: int = 1,
 
 
 def batch_spec(*leading: None) -> PartitionSpec:
-    """Returns the spec of an array [*leading, batch, seq]: batch over (dp, ep), seq over cp."""
-    return PartitionSpec(*leading, BATCH_AXES, SEQUENCE_AXIS)
+    """Returns the spec of an array [*leading, batch, ...]: batch over (dp, ep), whole sequences (cp cuts in the step)."""
+    return PartitionSpec(*leading, BATCH_AXES)
 
 
 def rank_coordinates(mesh: Mesh, rank: int) -> dict[str, int]:

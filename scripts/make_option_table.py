@@ -17,7 +17,9 @@ from jmegatron.config.megatron_flags import (
     UNSUPPORTED,
     UNSUPPORTED_DEGREES,
     UNSUPPORTED_FAMILIES,
+    VALUE_ALIASES,
     Alias,
+    ValueAlias,
 )
 from jmegatron.config.options import flag_of, options
 from jmegatron.config.sections import SECTIONS
@@ -53,7 +55,8 @@ def tables() -> str:
     """Returns all tables as Markdown."""
     parts = ["## Options\n", *(_section(section) for section in SECTIONS)]
     parts.append("## Megatron-LM flags that set another option\n")
-    parts.append(_table(("flag", "means"), (_alias_row(alias) for alias in ALIASES)))
+    values = (_value_alias_row(alias) for alias in VALUE_ALIASES)
+    parts.append(_table(("flag", "means"), [*(_alias_row(alias) for alias in ALIASES), *values]))
     parts.append("## Megatron-LM flags that are accepted and have no effect\n")
     parts.append(_table(("flag", "why"), ((f"`{row.flag}`", row.reason) for row in IGNORED)))
     parts.append("## Megatron-LM flags that are refused\n")
@@ -77,6 +80,10 @@ def _section(section: str) -> str:
 def _alias_row(alias: Alias) -> tuple[str, str]:
     note = " unless the file or another flag names one" if alias.weak else ""
     return f"`{alias.flag}`", f"`{flag_of(alias.name)} {alias.value}`{note}"
+
+
+def _value_alias_row(alias: ValueAlias) -> tuple[str, str]:
+    return f"`{flag_of(alias.name)} {alias.value}`", f"`{flag_of(alias.name)} {alias.own}`"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jmegatron import partition
+from jmegatron.context_parallel.layout import WHOLE_SEQUENCE, ContextParallel
 from jmegatron.layers import AttentionSettings, MLPSettings
 from jmegatron.mesh import build_mesh
 from jmegatron.models.gpt import ONE_STAGE, GPTSettings, PipelineParallel, gpt_specs
@@ -103,14 +104,17 @@ def run_gradients(
     pp: int = 1,
     places: Any = (),
     distributed: Any = (),
+    cp: int = 1,
+    comm_type: str = "p2p",
     **pipeline: Any,
 ) -> StepResult:
     """Loss, norm and every gradient leaf of one step at a mesh; layers of gradients in order.
 
     `distributed` names switches of StepSettings that are on: the distributed optimizer and its overlaps.
     """
-    mesh = build_mesh(jax.devices()[: pp * dp * tp], pp=pp, dp=dp, tp=tp)
-    parallel = LayerParallel("tp", tp, sequence_parallel)
+    mesh = build_mesh(jax.devices()[: pp * dp * cp * tp], pp=pp, dp=dp, cp=cp, tp=tp)
+    context = ContextParallel("cp", cp, comm_type) if cp > 1 else WHOLE_SEQUENCE
+    parallel = LayerParallel("tp", tp, sequence_parallel, context)
     cut = PipelineParallel("pp", pp, tuple(map(tuple, places)) or even_places(settings, pp)) if pp > 1 else ONE_STAGE
     step_settings = StepSettings(
         settings,

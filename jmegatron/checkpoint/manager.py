@@ -1,7 +1,8 @@
 """A folder of Orbax checkpoints, one sub-folder a step. Each process writes and reads its own shards.
 
     <folder>/<step>/state   the TrainState, every leaf with its global shape: it restores onto any mesh
-    <folder>/<step>/meta    JSON: step, consumed_samples, the resolved config as YAML, versions
+    <folder>/<step>/meta    JSON: step, consumed_samples, schedule_position (updates done, and the samples that they had),
+                            the resolved config as YAML, versions
 
 Megatron-LM training/checkpointing.py. Retention, integrity and fallback are not here yet: Orbax alone decides which
 step is complete.
@@ -70,7 +71,9 @@ class CheckpointFolder:
             raise RuntimeError(f"--{self._option} {self._path}: Orbax refused to save step {step}")
 
     def read_meta(self, step: int) -> dict[str, Any]:
-        """Returns the JSON of a step, with at least `step`, `consumed_samples` and `config`.
+        """Returns the JSON of a step, with at least `step`, `consumed_samples`, `schedule_position` and `config`.
+
+        Where the position is not there, as in checkpoints of old, it follows from the other two: no step was skipped.
 
         Raises:
           UsageError: it cannot be read.
@@ -79,11 +82,14 @@ class CheckpointFolder:
         try:
             meta = dict(self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"])
             consumed = meta["consumed_samples"]
-            if not isinstance(consumed, int) or not 0 <= consumed < 2**63:
-                raise ValueError(f"consumed_samples is {consumed!r}, expected a whole number from 0 on")
+            position = meta.get("schedule_position", {"updates": step, "samples": consumed})
+            position = {name: position[name] for name in ("updates", "samples")}
+            for name, value in {"consumed_samples": consumed, **position}.items():
+                if not isinstance(value, int) or not 0 <= value < 2**63:
+                    raise ValueError(f"{name} is {value!r}, expected a whole number from 0 on")
             if meta["step"] != step:
                 raise ValueError(f"the folder says step {step}, its meta file step {meta['step']!r}")
-            return {**meta, "config": str(meta["config"])}
+            return {**meta, "schedule_position": position, "config": str(meta["config"])}
         except Exception as error:  # Orbax's own, or a key that is not there
             raise self._unreadable(step, error) from error
 

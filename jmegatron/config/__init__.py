@@ -13,7 +13,13 @@ Reference: `megatron/training/arguments.py`.
 
 from jmegatron.config.layer_split import LayerSplit, layer_split_of
 from jmegatron.config.loading import config_from_yaml, load_config, parse_or_exit, to_yaml
-from jmegatron.config.resolution import default_ffn_hidden_size, padded_vocab_size, resolve
+from jmegatron.config.resolution import (
+    attention_window,
+    cp_comm_types,
+    default_ffn_hidden_size,
+    padded_vocab_size,
+    resolve,
+)
 from jmegatron.config.sections import (
     SECTIONS,
     CheckpointConfig,
@@ -40,7 +46,9 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "TrainingConfig",
+    "attention_window",
     "config_from_yaml",
+    "cp_comm_types",
     "default_ffn_hidden_size",
     "layer_split_of",
     "load_config",

@@ -26,6 +26,7 @@ class CommandLine(NamedTuple):
         fallbacks: Option name -> value that only replaces the default.
         config_file: Path of the YAML file.
         print_config: Whether to print the resolved config and stop.
+        print_distributed: Whether to print which processes the job has and stop.
         ignored_flags: (flag, reason) of Megatron flags without effect.
     """
 
@@ -33,6 +34,7 @@ class CommandLine(NamedTuple):
     fallbacks: dict[str, Any]
     config_file: str | None
     print_config: bool
+    print_distributed: bool
     ignored_flags: tuple[tuple[str, str], ...]
 
 
@@ -60,7 +62,8 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     for alias in strong:
         _apply_alias(alias, values, strong)
     fallbacks = {alias.name: alias.value for alias in aliases if alias.weak}
-    return CommandLine(values, fallbacks, space.config[0] if space.config else None, space.print_config, ignored)
+    config_file = space.config[0] if space.config else None
+    return CommandLine(values, fallbacks, config_file, space.print_config, space.print_distributed, ignored)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -108,7 +111,7 @@ def _screen(argv: Sequence[str]) -> tuple[list[str], list[Alias], tuple[tuple[st
 
 def _known_flags() -> dict[str, Option | None]:
     """Returns flag -> option for everything that argparse will accept; `None` for flags that are no options."""
-    flags: dict[str, Option | None] = {"--help": None, "--print-config": None, "--config": None}
+    flags: dict[str, Option | None] = dict.fromkeys(("--help", "--print-config", "--print-distributed", "--config"))
     for option in options().values():
         flags[option.flag] = option
         if option.negation:
@@ -257,6 +260,12 @@ def _parser() -> _Parser:
     )
     general.add_argument(
         "--print-config", action="store_true", default=False, help="print the resolved config as YAML and exit"
+    )
+    general.add_argument(
+        "--print-distributed",
+        action="store_true",
+        default=False,
+        help="print which processes the job has, which of them this is, and where that is known from, and exit",
     )
     for section, cls in SECTIONS.items():
         group = parser.add_argument_group(section, textwrap.shorten(cls.__doc__ or "", 100))

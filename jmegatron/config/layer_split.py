@@ -106,6 +106,23 @@ def chunk_lengths(split: LayerSplit) -> Lengths:
     return tuple(tuple(stage) for stage in lengths)
 
 
+def layers_at_places(split: LayerSplit) -> tuple[tuple[int, ...], ...]:
+    """Returns the layers that stand first, second, ... in any chunk of any stage; one program runs those of a place.
+
+    Raises:
+        ConfigError: As `num_chunks_of`.
+    """
+    lengths = chunk_lengths(split)
+    places: list[list[int]] = [[] for _ in range(max(max(stage) for stage in lengths))]
+    first = 0
+    for chunk in zip(*lengths, strict=True):
+        for length in chunk:
+            for place in range(length):
+                places[place].append(first + place)
+            first += length
+    return tuple(tuple(layers) for layers in places)
+
+
 # --- rules -------------------------------------------------------------------------------------------------------
 
 

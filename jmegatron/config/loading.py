@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from jmegatron.config.command_line import CommandLine, nearest, parse_command_line, why_unsupported
-from jmegatron.config.megatron_flags import ALIASES, IGNORED
+from jmegatron.config.megatron_flags import ALIASES, IGNORED, VALUE_ALIASES
 from jmegatron.config.options import Option, flag_of, options, problem
 from jmegatron.config.resolution import resolve
 from jmegatron.config.sections import SECTIONS, Config
@@ -29,16 +29,23 @@ from jmegatron.errors import ConfigError, UsageError
 Values = Mapping[str, Any]
 
 
-def parse_or_exit(argv: Sequence[str]) -> Config:
+def parse_or_exit(argv: Sequence[str], describe_processes: Callable[[Config], str] | None = None) -> Config:
     """Returns the config of a command line, or ends the process as the command-line contract says.
 
+    Args:
+        argv: The arguments after the program's name.
+        describe_processes: Returns what `--print-distributed` prints.
+
     Raises:
-        SystemExit: 2 after one message on standard error for a wrong command line or config; 0 after `--help` and
-            `--print-config`.
+        SystemExit: 2 after one message on standard error for a wrong command line or config; 0 after `--help`,
+            `--print-config` and `--print-distributed`.
     """
     try:
         line = parse_command_line(argv)
         config = _load(line)
+        if line.print_distributed and describe_processes is not None:
+            print(describe_processes(config), end="")
+            raise SystemExit(0)
     except UsageError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -238,6 +245,10 @@ def _set(node: Any, option: Option, value: Any, where: str) -> None:
     is_bool = any(isinstance(element, bool) for element in elements)
     if is_bool != (option.kind is bool) and (is_bool or not isinstance(value, str)):
         raise _wrong_type(option, value, where)
+    own = {alias.value: alias.own for alias in VALUE_ALIASES if alias.name == option.name}
+    if own:
+        elements = [own.get(element, element) if isinstance(element, str) else element for element in elements]
+        value = elements if isinstance(value, list) else elements[0]
     try:
         OmegaConf.update(node, option.name, value, merge=False)
     except (OmegaConfBaseException, OverflowError):

@@ -19,6 +19,14 @@ class Alias(NamedTuple):
     weak: bool = False
 
 
+class ValueAlias(NamedTuple):
+    """A value that is spelled otherwise here, on the command line and in a file."""
+
+    name: str
+    value: str
+    own: str
+
+
 class OtherFlag(NamedTuple):
     """A flag that is recognised without being an option.
 
@@ -43,6 +51,12 @@ ALIASES = (
     Alias("--no-bias-gelu-fusion", "activation", "gelu_erf", weak=True),
     Alias("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
     Alias("--recompute-activations", "recompute_granularity", "selective"),
+)
+
+VALUE_ALIASES = (
+    ValueAlias("cp_comm_type", "allgather", "all_gather"),
+    ValueAlias("attention_backend", "flash", "fused"),
+    ValueAlias("attention_backend", "local", "unfused"),
 )
 
 _ONE_MODEL = "there is one implementation of the model"
@@ -121,9 +135,11 @@ IGNORED = (
     OtherFlag("--no-barrier-with-level-1-timing", 0, "one program per step has no inner timers"),
     OtherFlag("--no-one-logger", 0, "there is no such logger"),
     OtherFlag("--use-pytorch-profiler", 0, "--profile records a JAX trace"),
+    OtherFlag("--exit-signal-handler", 0, "SIGTERM and SIGINT always end a run after a step, with a checkpoint"),
+    OtherFlag("--straggler-minmax-count", 1, "--log-straggler shows every process"),
 )
 
-_CONTEXT = "context parallelism is not implemented yet"
+_CONTEXT = "every sequence is divided over all context-parallel devices, in one of the ways of --cp-comm-type"
 _EXPERTS = "mixture of experts is not implemented yet"
 _SHARDED = "of sharded state only --use-distributed-optimizer is implemented"
 _FP8 = "8-bit arithmetic is not implemented"
@@ -132,7 +148,6 @@ _CHECKPOINT = "so far a checkpoint is always saved and restored whole"
 _SCHEDULE = "the options given apply, and the log says what differs from the checkpoint"
 _OPTIMIZERS = "adam, sgd, lion and muon are the optimizers"
 _MUON = "muon has no such switch here"
-_RESILIENCE = "this check is not implemented yet"
 _PLANNER = "the dry run is not implemented yet"
 _LOG = "this figure is not logged yet"
 _ATTENTION = "only plain and grouped-query attention are implemented"
@@ -157,8 +172,9 @@ UNSUPPORTED = (
     OtherFlag("--data-parallel-sharding-strategy", 1, _SHARDED),
     OtherFlag("--optimizer-cpu-offload", 0, _SHARDED),
     OtherFlag("--distribute-saved-activations", 0, "with --sequence-parallel they are divided already"),
-    OtherFlag("--cp-comm-type", MANY, _CONTEXT),
     OtherFlag("--hierarchical-context-parallel-sizes", MANY, _CONTEXT),
+    OtherFlag("--hybrid-context-parallel", 0, _CONTEXT),
+    OtherFlag("--max-seqlen-per-dp-cp-rank", 1, _CONTEXT),
     OtherFlag("--num-experts", 1, _EXPERTS),
     OtherFlag("--expert-tensor-parallel-size", 1, _EXPERTS),
     OtherFlag("--moe-router-topk", 1, _EXPERTS),
@@ -177,15 +193,13 @@ UNSUPPORTED = (
     OtherFlag("--moe-expert-capacity-factor", 1, _EXPERTS),
     OtherFlag("--moe-pad-expert-input-to-capacity", 0, _EXPERTS),
     OtherFlag("--multi-latent-attention", 0, _ATTENTION),
-    OtherFlag("--window-size", 1, _ATTENTION),
+    OtherFlag("--window-attn-skip-freq", 1, "all layers have the same --window-size"),
     OtherFlag("--kv-lora-rank", 1, _ATTENTION),
     OtherFlag("--q-lora-rank", 1, _ATTENTION),
     OtherFlag("--hybrid-layer-pattern", 1, "all layers are transformer layers"),
     OtherFlag("--spec", MANY, "there is one implementation of a layer"),
     OtherFlag("--no-rope-freq", 1, "every layer rotates"),
     OtherFlag("--mtp-num-layers", 1, "multi-token prediction is not implemented yet"),
-    OtherFlag("--use-rope-scaling", 0, "scaled rotary frequencies are not implemented yet"),
-    OtherFlag("--rope-scaling-factor", 1, "scaled rotary frequencies are not implemented yet"),
     OtherFlag("--quick-geglu", 0, "a gate of quick GELU is not among the activations; see --activation"),
     OtherFlag("--apply-residual-connection-post-layernorm", 0, "only layers with the norm before are implemented"),
     OtherFlag("--fp32-residual-connection", 0, "the residual stream has the compute dtype"),
@@ -220,9 +234,6 @@ UNSUPPORTED = (
     OtherFlag("--use-checkpoint-opt_param-scheduler", 0, _SCHEDULE),
     OtherFlag("--use-checkpoint-opt-param-scheduler", 0, _SCHEDULE),
     OtherFlag("--skip-train", 0, "evaluation alone is not implemented"),
-    OtherFlag("--exit-duration-in-mins", 1, "--exit-interval and --train-iters end a run so far"),
-    OtherFlag("--exit-signal-handler", 0, _RESILIENCE),
-    OtherFlag("--log-straggler", 0, _RESILIENCE),
     OtherFlag("--log-params-norm", 0, _LOG),
     OtherFlag("--log-num-zeros-in-grad", 0, _LOG),
     OtherFlag("--log-memory-to-tensorboard", 0, _LOG),
@@ -247,7 +258,7 @@ UNSUPPORTED_FAMILIES = (
     ("--optimizer-offload-", _SHARDED),
     ("--soap-", _OPTIMIZERS),
     ("--adaptive-muon-", _OPTIMIZERS),
-    ("--yarn-", "scaled rotary frequencies are not implemented yet"),
+    ("--yarn-", "of scaled rotary frequencies only --use-rope-scaling is implemented"),
     ("--mamba-", "all layers are transformer layers"),
     ("--fim-", _DATA),
     ("--rl-", "reinforcement learning is not a part of jmegatron"),
@@ -260,8 +271,5 @@ UNSUPPORTED_FAMILIES = (
 )
 """(beginning, reason): flags refused by how they begin, unless a row above or an option names them."""
 
-UNSUPPORTED_DEGREES = (
-    ("context_parallel_size", _CONTEXT),
-    ("expert_model_parallel_size", _EXPERTS),
-)
+UNSUPPORTED_DEGREES = (("expert_model_parallel_size", _EXPERTS),)
 """Options that exist but must stay 1, with the reason. Deleting a row allows larger values."""

@@ -72,7 +72,7 @@ class Option:
         if self.default is None:
             return "derived" if "Derived" in self.help else "not set"
         if self.is_list:
-            return "none"
+            return " ".join(self.default) or "none"
         return str(self.default).lower() if self.kind is bool else str(self.default)
 
 

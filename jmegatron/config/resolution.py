@@ -6,8 +6,9 @@ of `megatron/training/vocab_utils.py`.
 
 import dataclasses
 import math
+import re
 
-from jmegatron.config.layer_split import layer_split_of, num_chunks_of
+from jmegatron.config.layer_split import layer_split_of, layers_at_places, num_chunks_of
 from jmegatron.config.options import problem
 from jmegatron.config.sections import (
     Config,
@@ -151,6 +152,54 @@ def default_ffn_hidden_size(hidden_size: int, activation: str) -> int:
     Only swiglu is narrowed there, to keep its three matrices near the size of the usual two.
     """
     return int(4 * hidden_size * 2 / 3) // 64 * 64 if activation == "swiglu" else 4 * hidden_size
+
+
+def attention_window(model: ModelConfig) -> int | None:
+    """Returns how many tokens before itself a token sees, `None` where that is all of them.
+
+    Raises:
+        ConfigError: `window_size` cannot be read, or lets a token see later ones.
+    """
+    if model.window_size is None:
+        return None
+    # The reference reads "128,0" and "(128,0)".
+    match = re.fullmatch(r"\(?\s*(-?[0-9]{1,18})\s*,\s*(-?[0-9]{1,18})\s*\)?", model.window_size.strip())
+    left, right = (int(number) for number in match.groups()) if match else (-2, 0)
+    if left < -1 or right not in (0, -1):
+        raise problem(
+            "The window of attention cannot be used.",
+            where=("window_size",),
+            got=repr(model.window_size),
+            expected="LEFT,RIGHT with a LEFT of at least 0, or -1 for all tokens before, and a RIGHT of 0 or -1: no "
+            "token sees later ones",
+            fix=f"write for instance --window-size {left if left >= 0 else 128},0",
+        )
+    return None if left == -1 or left >= model.seq_length - 1 else left
+
+
+def cp_comm_types(config: Config) -> tuple[str, ...]:
+    """Returns the `cp_comm_type` of the layers that stand first, second, ... in a chunk.
+
+    Raises:
+        ConfigError: Layers that one program runs have different ones, or the layers do not fit the pipeline.
+    """
+    types, split = config.parallel.cp_comm_type, layer_split_of(config)
+    places = layers_at_places(split)
+    if len(types) == 1:
+        return types * len(places)
+    for place, layers in enumerate(places):
+        other = next((layer for layer in layers if types[layer] != types[layers[0]]), None)
+        if other is not None:
+            raise problem(
+                "Layers at the same place of different stages or chunks communicate in different ways.",
+                where=("cp_comm_type", "pipeline_model_parallel_size"),
+                got=f"{types[layers[0]]} for layer {layers[0] + 1} and {types[other]} for layer {other + 1}, both "
+                f"number {place + 1} of their chunks",
+                expected="the same values in the same order in each of the "
+                f"{split.num_stages * num_chunks_of(split)} chunks, since one program runs them all",
+                fix=f"repeat the {len(places)} values of one chunk, or give one value for all layers",
+            )
+    return tuple(types[layers[0]] for layers in places)
 
 
 def _resolve_vocab(config: Config, tokenizer_vocab_size: int | None) -> tuple[int | None, int | None]:

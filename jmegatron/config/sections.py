@@ -54,6 +54,12 @@ class ModelConfig:
     """Rotate neighbouring channels (even, odd) together instead of the two halves of a head."""
     rotary_seq_len_interpolation_factor: float | None = None
     """Divide rotary positions by this factor, for sequences longer than those of the pre-training."""
+    use_rope_scaling: bool = False
+    """Slow rotations down as Llama 3.1 does, for sequences longer than its first 8192 tokens: what turns at most once in those by rope_scaling_factor, what turns 4 times or more not at all, and gradually between (rope only)."""  # noqa: E501
+    rope_scaling_factor: float = 8.0
+    """How much slower the slowest rotations get, at least 1; counts only with use_rope_scaling."""
+    window_size: str | None = None
+    """LEFT,RIGHT: let a token see itself and at most LEFT tokens before it (-1: all). RIGHT must be 0 or -1, which mean the same in a causal model. Not set: all tokens before it."""  # noqa: E501
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of every norm layer; RMSNorm has no bias."""
     norm_epsilon: float = 1e-5
@@ -113,7 +119,9 @@ class ParallelConfig:
     pipeline_schedule: PipelineSchedule | None = None
     """Own option: order of forward and backward passes. 1f1b; interleaved, with several chunks a stage; 1f1b-low-memory, which keeps at most as many micro-batches as there are stages; gpipe, to compare with. Derived: 1f1b, or interleaved with several chunks a stage."""  # noqa: E501
     context_parallel_size: int = 1
-    """Devices that share each sequence (mesh axis cp)."""
+    """Devices that share each sequence (mesh axis cp); seq_length must be a multiple of twice their number."""
+    cp_comm_type: tuple[str, ...] = ("p2p",)
+    """How attention reaches the tokens that other context-parallel devices hold. p2p: keys and values go round a ring; all_gather: those of the whole sequence, for one layer at a time; a2a: tokens are exchanged for heads, which needs a multiple of context_parallel_size of key/value heads on each tensor-parallel device. One value, or one for each layer."""  # noqa: E501
     expert_model_parallel_size: int = 1
     """Devices that share the experts of a layer (mesh axis ep)."""
     sequence_parallel: bool = False
@@ -264,6 +272,8 @@ class TrainingConfig:
     """Global batches per evaluation; 0 turns evaluation off."""
     exit_interval: int | None = None
     """Stop when the step is divisible by this."""
+    exit_duration_in_mins: int | None = None
+    """Stop, with a checkpoint if save is given, after the step in which this many minutes since the start are over."""
     seed: int = 1234
     """Seed of initialisation, dropout and data order."""
     bf16: bool = False
@@ -287,11 +297,11 @@ class TrainingConfig:
     check_weight_hash_across_dp_replicas_interval: int | None = None
     """Steps between two checks that replicated weights are the same bit by bit on all their devices; not set: none."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Compute activations again in the backward pass instead of keeping them. full: keep each layer's input alone; selective: also its queries, keys, values and MLP pre-activation, so that no product with a weight is computed twice."""  # noqa: E501
+    """Compute activations again in the backward pass instead of keeping them. full: keep the input of layers alone; selective: also their queries, keys, values, attention output and MLP pre-activation, so that no product with a weight is computed twice."""  # noqa: E501
     recompute_method: Literal["uniform", "block"] | None = None
-    """Which layers are recomputed, with granularity full; only uniform, all of them, is implemented. Derived with full: uniform."""  # noqa: E501
+    """Which layers are recomputed, with granularity full. uniform: all, recompute_num_layers at a time; block: the first recompute_num_layers of each chunk of a pipeline stage (without chunks: of each stage). Derived with full: uniform."""  # noqa: E501
     recompute_num_layers: int | None = None
-    """Layers between two inputs that are kept, with granularity full; only 1 is implemented. Derived with full: 1."""
+    """With granularity full and method uniform: consecutive layers of a chunk of which the first one's input alone is kept; the last of them may be fewer. With method block: recomputed layers of a chunk. A number over the chunk's layers means all. Derived with uniform: 1."""  # noqa: E501
     recompute_modules: tuple[str, ...] = ()
     """Parts of a layer that are recomputed, with granularity selective: core_attn (always; scores, softmax and their product with the values), layernorm (adds nothing: norms are recomputed with core_attn as well), mlp (the pre-activation is not kept). Derived with selective: core_attn."""  # noqa: E501
     label_smoothing: float = 0.0
@@ -328,6 +338,10 @@ class LoggingConfig:
     """Name of the run in Weights & Biases. Needs wandb_project."""
     progress_bar: bool = True
     """Own option: show a progress bar when standard error is a terminal."""
+    log_ranks: bool = False
+    """Own option: print once which device, process and machine holds which place of the mesh."""
+    log_straggler: bool = False
+    """Compare at each log line how long the processes themselves take for a step, and name a slow one."""
     profile: bool = False
     """Record a JAX trace from profile_step_start to profile_step_end."""
     profile_step_start: int = 10
@@ -343,7 +357,7 @@ class HardwareConfig:
     """Devices, compilation and processes."""
 
     num_cpu_devices: int | None = None
-    """Own option: run on this many virtual CPU devices. Derived: the accelerators that JAX finds."""
+    """Own option: run on this many virtual CPU devices, in each process. Derived: the accelerators that JAX finds."""
     compilation_cache_dir: str | None = None
     """Own option: folder that keeps compiled programs between runs. Derived where it is used: the user's cache folder."""  # noqa: E501
     no_compilation_cache: bool = False
@@ -351,7 +365,13 @@ class HardwareConfig:
     attention_backend: Literal["auto", "fused", "unfused"] = "auto"
     """fused: cuDNN's kernel, stops where it cannot serve; unfused: plain XLA; auto: fused where it can serve."""
     distributed_timeout_minutes: int = 10
-    """Minutes that processes wait for one another before they stop."""
+    """Minutes that processes wait for one another before they stop: to connect, and for a step."""
+    coordinator_address: str | None = None
+    """Own option: HOST:PORT of process 0, where the processes of a job meet. Derived: as the launcher's variables say (SLURM, Open MPI, Kubernetes); without them one process trains alone."""  # noqa: E501
+    num_processes: int | None = None
+    """Own option: processes of the job; 1 looks at no launcher's variables. Derived as coordinator_address."""
+    process_id: int | None = None
+    """Own option: number of this process, from 0. Derived as coordinator_address."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 from jmegatron.config.layer_split import layer_split_of, num_chunks_of
 from jmegatron.config.megatron_flags import UNSUPPORTED_DEGREES
 from jmegatron.config.options import flag_of, options, problem
-from jmegatron.config.resolution import resolve
+from jmegatron.config.resolution import attention_window, cp_comm_types, resolve
 from jmegatron.config.sections import Config
 from jmegatron.errors import ConfigError
 
@@ -32,6 +32,7 @@ _RANGES: dict[str, tuple[int | float, int | float]] = {
     "rotary_base": (0, _INF),
     "rotary_percent": (0, 1),
     "rotary_seq_len_interpolation_factor": (0, _INF),
+    "rope_scaling_factor": (1, _INF),
     "norm_epsilon": (0, _INF),
     "hidden_dropout": (0, 1),
     "attention_dropout": (0, 1),
@@ -80,6 +81,7 @@ _RANGES: dict[str, tuple[int | float, int | float]] = {
     "eval_interval": (1, _INF),
     "eval_iters": (0, _INF),
     "exit_interval": (1, _INF),
+    "exit_duration_in_mins": (1, _INF),
     # Well inside float32, in which the scale, its reciprocal and the scaled loss are.
     "loss_scale": (2.0**-64, 2.0**64),
     "initial_loss_scale": (2.0**-64, 2.0**64),
@@ -99,6 +101,8 @@ _RANGES: dict[str, tuple[int | float, int | float]] = {
     # Each virtual device has its own threads and arrays: thousands would exhaust a machine before anything is said.
     "num_cpu_devices": (1, 512),
     "distributed_timeout_minutes": (1, _INF),
+    "num_processes": (1, _INF),
+    "process_id": (0, _INF),
 }
 _LARGEST = 2**63 - 1
 DATA_SOURCES = (
@@ -157,7 +161,12 @@ def validate(config: Config) -> None:
         _check_widths,
         _check_positions,
         _check_rotary,
+        _check_rope_scaling,
+        _check_window,
         _check_sequence_parallel,
+        _check_context_parallel,
+        _check_comm_type,
+        _check_heads_of_a2a,
         _check_vocab,
         _check_learning_rate,
         _check_decoupled_rate,
@@ -286,8 +295,8 @@ def _check_degrees(config: Config) -> None:
                 where=(name,),
                 got=str(degrees[name]),
                 expected=f"1: {reason}",
-                fix=f"remove {flag_of(name)}; --tensor-model-parallel-size, --pipeline-model-parallel-size and data "
-                "parallelism are available",
+                fix=f"remove {flag_of(name)}; --tensor-model-parallel-size, --pipeline-model-parallel-size, "
+                "--context-parallel-size and data parallelism are available",
             )
 
 
@@ -295,17 +304,21 @@ def _check_degrees(config: Config) -> None:
 
 
 def _check_low_memory_schedule(config: Config) -> None:
-    """A permute waits for all devices of its axis, so it must not stand in a branch that some stages do not take."""
+    """A permute joins all devices of the program, so it must not stand in a branch that some stages do not take.
+
+    The groups of an all-gather or an all-to-all over cp lie within a stage, whose devices all take the same branch.
+    """
     parallel = config.parallel
-    if parallel.pipeline_schedule == "1f1b-low-memory" and parallel.context_parallel_size > 1:
+    low_memory = parallel.pipeline_schedule == "1f1b-low-memory" and parallel.pipeline_model_parallel_size > 1
+    if low_memory and parallel.context_parallel_size > 1 and "p2p" in parallel.cp_comm_type:
         raise problem(
-            "The low-memory schedule would deadlock with ring attention: its stages take different branches, and the "
-            "ring's permutes inside them wait for all stages.",
-            where=("pipeline_schedule", "context_parallel_size"),
-            got=f"pipeline_schedule 1f1b-low-memory, context_parallel_size {parallel.context_parallel_size}",
-            expected="context_parallel_size 1, or another schedule; --cp-comm-type all_gather or a2a will do as well "
-            "once context parallelism is there",
-            fix="use --pipeline-schedule 1f1b, or --context-parallel-size 1",
+            "The low-memory schedule would deadlock with ring attention, or mix up what is sent: its stages take "
+            "different branches, and the ring's permutes inside them join all stages.",
+            where=("pipeline_schedule", "context_parallel_size", "cp_comm_type"),
+            got=f"pipeline_schedule 1f1b-low-memory, context_parallel_size {parallel.context_parallel_size}, "
+            f"cp_comm_type {' '.join(parallel.cp_comm_type)}",
+            expected="another cp_comm_type than p2p for all layers, or another schedule",
+            fix="use --cp-comm-type all_gather or a2a, or --pipeline-schedule 1f1b",
         )
 
 
@@ -381,19 +394,14 @@ def _check_recompute(config: Config) -> None:
     training = config.training
     granularity = training.recompute_granularity
     modules = training.recompute_modules
-    # name -> (the granularity that it belongs to, is it supported, what to use instead)
-    rules: dict[str, tuple[str, bool, str]] = {
-        "recompute_method": ("full", training.recompute_method == "uniform", "uniform"),
-        "recompute_num_layers": ("full", training.recompute_num_layers == 1, "1"),
-        # Norms are computed again with the core anyhow, and the feed-forward part without the core saves little.
-        "recompute_modules": ("selective", "core_attn" in modules and set(modules) <= set(_RECOMPUTABLE), "core_attn"),
-    }
-    for name, (belongs_to, supported, instead) in rules.items():
+    for name, belongs_to in (
+        ("recompute_method", "full"),
+        ("recompute_num_layers", "full"),
+        ("recompute_modules", "selective"),
+    ):
         value = getattr(training, name)
-        if value is None or value == ():
-            continue
-        got = f"{name} {' '.join(value) if isinstance(value, tuple) else value}"
-        if granularity != belongs_to:
+        if value not in (None, ()) and granularity != belongs_to:
+            got = f"{name} {' '.join(value) if isinstance(value, tuple) else value}"
             raise problem(
                 f"{name} counts only with recompute_granularity {belongs_to}.",
                 where=(name, "recompute_granularity"),
@@ -401,15 +409,23 @@ def _check_recompute(config: Config) -> None:
                 expected=f"{flag_of(name)} beside --recompute-granularity {belongs_to}",
                 fix=f"use --recompute-granularity {belongs_to}, or leave {flag_of(name)} out",
             )
-        if not supported:
-            raise problem(
-                f"This {name} is not implemented yet.",
-                where=(name,),
-                got=got,
-                expected="granularity full with method uniform and 1 layer, or granularity selective with core_attn and"
-                " beside it layernorm, mlp or neither",
-                fix=f"use {flag_of(name)} {instead}, or leave it out",
-            )
+    if training.recompute_method == "block" and training.recompute_num_layers is None:
+        raise problem(
+            "Method block recomputes a given number of layers.",
+            where=("recompute_num_layers", "recompute_method"),
+            got="recompute_method block, recompute_num_layers not given",
+            expected="the recomputed layers of each chunk of a pipeline stage",
+            fix="add --recompute-num-layers, or use --recompute-method uniform, which recomputes all layers",
+        )
+    # Norms are computed again with the core anyhow, and the feed-forward part without the core saves little.
+    if modules and not ("core_attn" in modules and set(modules) <= set(_RECOMPUTABLE)):
+        raise problem(
+            "These recompute_modules are not implemented yet.",
+            where=("recompute_modules",),
+            got=f"recompute_modules {' '.join(modules)}",
+            expected="core_attn and beside it layernorm, mlp or neither",
+            fix="use --recompute-modules core_attn, or leave it out",
+        )
 
 
 # --- precision and the sharded optimizer -------------------------------------------------------------------------
@@ -573,15 +589,108 @@ def _check_rotary(config: Config) -> None:
         )
 
 
+def _check_rope_scaling(config: Config) -> None:
+    model = config.model
+    if model.use_rope_scaling and model.position_embedding_type != "rope":
+        raise problem(
+            "There are no rotary positions to be scaled.",
+            where=("use_rope_scaling", "position_embedding_type"),
+            got=f"use_rope_scaling, position_embedding_type {model.position_embedding_type}",
+            expected="--position-embedding-type rope beside --use-rope-scaling",
+            fix="add --position-embedding-type rope, or leave --use-rope-scaling out",
+        )
+
+
+def _check_window(config: Config) -> None:
+    attention_window(config.model)
+
+
 def _check_sequence_parallel(config: Config) -> None:
-    tp, length = config.parallel.tensor_model_parallel_size, config.model.seq_length
-    if config.parallel.sequence_parallel and length % tp:
+    parallel, length = config.parallel, config.model.seq_length
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if parallel.sequence_parallel and tp > 1 and length % (tp * cp):
+        sizes = {"tensor_model_parallel_size": tp, **({"context_parallel_size": cp} if cp > 1 else {})}
         raise problem(
             "The sequence cannot be divided among the tensor-parallel devices.",
-            where=("seq_length", "tensor_model_parallel_size", "sequence_parallel"),
-            got=f"seq_length {length}, tensor_model_parallel_size {tp}, sequence_parallel true",
-            expected="seq_length to be a multiple of tensor_model_parallel_size",
-            fix=f"set --seq-length to {_nearest_multiple(length, tp)}, or write --no-sequence-parallel",
+            where=("seq_length", *sizes, "sequence_parallel"),
+            got=f"seq_length {length}, {', '.join(f'{name} {size}' for name, size in sizes.items())}, "
+            "sequence_parallel true",
+            expected=f"seq_length to be a multiple of {' * '.join(sizes)} = {tp * cp}",
+            fix=f"set --seq-length to {_nearest_multiple(length, _parts_of_sequence(config))}, or write "
+            "--no-sequence-parallel",
+        )
+
+
+# --- context parallelism -----------------------------------------------------------------------------------------
+
+_COMM_TYPES = ("p2p", "all_gather", "a2a")
+
+
+def _parts_of_sequence(config: Config) -> int:
+    """Returns what the sequence's length must be a multiple of."""
+    parallel = config.parallel
+    tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    cp = parallel.context_parallel_size
+    return tp if cp == 1 else cp * math.lcm(2, tp)
+
+
+def _check_context_parallel(config: Config) -> None:
+    cp, length = config.parallel.context_parallel_size, config.model.seq_length
+    if cp > 1 and length % (2 * cp):
+        raise problem(
+            "The sequence cannot be divided among the context-parallel devices, which hold an early and a late part.",
+            where=("seq_length", "context_parallel_size"),
+            got=f"seq_length {length}, context_parallel_size {cp}",
+            expected=f"seq_length to be a multiple of 2 * context_parallel_size = {2 * cp}",
+            fix=f"set --seq-length to {_nearest_multiple(length, _parts_of_sequence(config))}, or change "
+            "--context-parallel-size",
+        )
+
+
+def _check_comm_type(config: Config) -> None:
+    types, layers = config.parallel.cp_comm_type, config.model.num_layers
+    wrong = [name for name in types if name not in _COMM_TYPES]
+    if wrong:
+        reason = "; a2a+p2p, which nests one in the other, is not implemented" if "a2a+p2p" in wrong else ""
+        raise problem(
+            "cp_comm_type is unknown.",
+            where=("cp_comm_type",),
+            got=" ".join(wrong),
+            expected=f"{', '.join(_COMM_TYPES)}{reason}",
+            fix="use --cp-comm-type " + " or ".join(_COMM_TYPES),
+        )
+    if len(types) not in (1, layers):
+        raise problem(
+            "cp_comm_type has the wrong number of values.",
+            where=("cp_comm_type", "num_layers"),
+            got=f"{len(types)} values of cp_comm_type, num_layers {layers}",
+            expected=f"one value, or {layers}: one for each layer",
+            fix="give one value, or one for each layer",
+        )
+    if config.parallel.context_parallel_size > 1 and len(types) > 1:
+        cp_comm_types(config)
+
+
+def _check_heads_of_a2a(config: Config) -> None:
+    parallel, model = config.parallel, resolve(config).model
+    cp, tp, groups = parallel.context_parallel_size, parallel.tensor_model_parallel_size, model.num_query_groups
+    assert groups is not None
+    own = max(1, groups // tp)  # divides the query heads of a device
+    if "a2a" in parallel.cp_comm_type and own % cp:
+        raise problem(
+            "The key/value heads of a tensor-parallel device cannot be divided among the context-parallel devices.",
+            where=(
+                "cp_comm_type",
+                "num_attention_heads",
+                "num_query_groups",
+                "tensor_model_parallel_size",
+                "context_parallel_size",
+            ),
+            got=f"cp_comm_type a2a, num_attention_heads {model.num_attention_heads}, num_query_groups {groups}, "
+            f"tensor_model_parallel_size {tp} ({model.num_attention_heads // tp} query and {own} key/value heads a "
+            f"device), context_parallel_size {cp}",
+            expected="the heads and the key/value heads of a device to be multiples of context_parallel_size",
+            fix=f"set --context-parallel-size to one of {_divisors(own)}, or use --cp-comm-type p2p or all_gather",
         )
 
 
@@ -858,7 +967,7 @@ def _check_batch(config: Config) -> None:
         )
     cpus = config.hardware.num_cpu_devices
     if cpus is not None:
-        validate_for_devices(config, cpus)
+        validate_for_devices(config, cpus * (config.hardware.num_processes or 1))
 
 
 # --- outputs -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Which tokens a rank of the context-parallel axis holds. No communication.
 
-Zigzag: the sequence is cut into 2 n chunks for n ranks, rank r holds chunks r and 2 n - 1 - r. With causal attention all
-ranks then have equal work. Source: Megatron-LM core/utils.py:2544-2560 (get_batch_on_this_cp_rank).
+Zigzag: the sequence is cut into 2 n chunks for n ranks, rank r holds chunks r and 2 n - 1 - r. With causal attention
+all ranks then have equal work. Source: Megatron-LM core/utils.py:2544-2560 (get_batch_on_this_cp_rank).
 """
 
 import dataclasses

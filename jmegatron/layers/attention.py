@@ -1,4 +1,4 @@
-"""Self-attention with its heads divided over ranks. Talks on the axis it is given (tp).
+"""Self-attention with its heads divided over ranks. Talks on the axis it is given (tp), and on cp.
 
 Source: arXiv:1909.08053 section 3, grouped queries arXiv:2305.13245; Megatron-LM transformer/attention.py.
 
@@ -26,33 +26,36 @@ from jaxtyping import Array, Float, Integer
 
 from jmegatron import random
 from jmegatron.collectives import axis_rank, axis_size, enter_region
+from jmegatron.context_parallel.attention import context_parallel_attention
+from jmegatron.context_parallel.layout import WHOLE_SEQUENCE, CommType, ContextParallel
 from jmegatron.layers.linear import column_parallel_specs, matmul, row_parallel_linear, row_parallel_specs
 from jmegatron.layers.norm import norm, norm_specs
-from jmegatron.ops.attention import Backend, attention
+from jmegatron.ops.attention import ATTENTION_LSE, ATTENTION_OUT, AttentionDropout, Backend
 from jmegatron.ops.rotary import apply_rotary
 from jmegatron.partition import Initializer, ParameterSpec, Tree, normal, zeros
 
-ATTENTION_KEPT = ("query", "key", "value")
-"""Names of what selective recompute keeps of this layer: the core's inputs, 6 seq hidden bytes in half precision (fewer
-with grouped queries), divided over the axis. The core is computed again, and its output with it: fused attention must
-run again for its log-sum-exp in any case."""
+ATTENTION_KEPT = ("query", "key", "value", ATTENTION_OUT, ATTENTION_LSE)
+"""Names of what selective recompute keeps of this layer: the core's inputs and output, 8 seq hidden bytes in half
+precision (fewer with grouped queries), and an fp32 log-sum-exp a token and head, divided over the axis. The core does
+not run again: at long sequences it is most of the work, and over cp most of the traffic."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenContext:
-    """What a layer may need to know about the tokens it is given; whole sequence unless said. A pytree."""
+    """What a layer may need to know about the tokens of a cp rank (all tp ranks' together). A pytree."""
 
     sample_ids: Any
     """Unsigned [batch]: place of each sequence in the run's stream of samples (dropout key)."""
     token_index: Any
-    """Integer [seq]: place of each token in the whole sequence (dropout key)."""
+    """Integer [seq_cp]: place of each token in the whole sequence (dropout key)."""
     rotary: Any = None
-    """fp32 [batch or 1, seq, half]: rotary angles, or None."""
+    """fp32 [batch or 1, seq_cp, half]: rotary angles, or None."""
     dropout_key: Any = None
     """Key []; None: no dropout."""
     segments: Any = None
-    """Integer [batch, seq]: tokens see only those of their own segment (packed documents); None: one segment."""
+    """Integer [batch, seq], of the whole sequence: tokens see only those of their own segment (packed documents); None:
+    one segment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,10 @@ class AttentionSettings:
     dropout: float = 0.0
     """Of the probabilities."""
     backend: Backend = "unfused"
+    window: int | None = None
+    """Tokens before itself that a token sees; None: all."""
+    comm_type: CommType | None = None
+    """How keys and values get about over cp in this layer; None: as `ContextParallel` says."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -161,20 +168,23 @@ def self_attention(
     *,
     axis: str | None,
     sequence_parallel: bool = False,
+    context_parallel: ContextParallel = WHOLE_SEQUENCE,
     layer: int | Integer[Array, ""] = 0,
 ) -> Float[Array, "batch seq_in hidden"]:
     """Returns causal self-attention of x, output bias included.
 
-    Communication over axis, B = bytes of the whole x: forward one all-reduce of B, backward one all-reduce of B
-    (sequence_parallel: one all-gather and one reduce-scatter of B each way).
+    Communication over axis, B = bytes of a cp rank's x: forward one all-reduce of B, backward one all-reduce of B
+    (sequence_parallel: one all-gather and one reduce-scatter of B each way); over cp that of
+    `context_parallel_attention`.
 
     Args:
       parameters: this rank's part of `attention_specs`.
-      x: replicated, or this rank's sequence shard with sequence_parallel.
-      context: of the whole sequence.
+      x: this cp rank's tokens, replicated over axis, or this rank's shard of them with sequence_parallel.
+      context: of this cp rank's tokens.
       settings: numbers of the layer.
-      axis: mesh axis, or None.
+      axis: mesh axis of the heads, or None.
       sequence_parallel: see x.
+      context_parallel: how the sequence is divided.
       layer: global layer number (dropout key).
     """
     x = enter_region(x, axis, sequence_parallel=sequence_parallel)
@@ -192,9 +202,17 @@ def self_attention(
     if not settings.qk_norm:
         query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
     dropout = _probability_dropout(context, settings, layer, query.shape[2], axis)
-    segments = context.segments
-    mask = None if segments is None else segments[:, :, None] == segments[:, None, :]
-    out = attention(query, key, value, causal=True, mask=mask, dropout=dropout, backend=settings.backend)
+    comm_type = settings.comm_type or context_parallel.comm_type
+    out = context_parallel_attention(
+        query,
+        key,
+        value,
+        dataclasses.replace(context_parallel, comm_type=comm_type),
+        window=settings.window,
+        segments=context.segments,
+        dropout=dropout,
+        backend=settings.backend,
+    )
     return row_parallel_linear(parameters["output"], out, axis=axis, sequence_parallel=sequence_parallel)
 
 
@@ -221,4 +239,4 @@ def _probability_dropout(context: TokenContext, s: AttentionSettings, layer, hea
         return None
     key = random.site_key(context.dropout_key, layer, random.Site.ATTENTION_PROBABILITIES)
     heads = axis_rank(axis) * heads_local + jnp.arange(heads_local)
-    return lambda p: random.attention_dropout(p, s.dropout, key, context.sample_ids, heads, context.token_index)
+    return AttentionDropout(key, context.sample_ids, heads, s.dropout)

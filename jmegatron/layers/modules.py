@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
+from jmegatron.context_parallel.layout import WHOLE_SEQUENCE, ContextParallel, token_index
 from jmegatron.layers.attention import AttentionSettings, TokenContext, attention_specs, self_attention
 from jmegatron.layers.embedding import pad_vocab_size, vocab_parallel_embedding, vocab_parallel_embedding_specs
 from jmegatron.layers.linear import (
@@ -218,20 +219,25 @@ class SelfAttention(_ParallelModule):
         num_ranks: int = 1,
         sequence_parallel: bool = False,
         rotary_base: float | None = None,
+        context_parallel: ContextParallel = WHOLE_SEQUENCE,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
     ):
-        """Declares the parameters of `attention_specs`; `num_ranks` is the size that `axis` will have."""
+        """Declares the parameters of `attention_specs`; `num_ranks` is the size that `axis` will have.
+
+        With `context_parallel` x holds this rank's tokens as `context_parallel.layout.own_tokens` cuts them.
+        """
         specs = attention_specs(settings, axis=axis, num_ranks=num_ranks, sequence_parallel=sequence_parallel)
         super().__init__(specs, axis=axis, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
         self.settings = settings
         self.sequence_parallel = sequence_parallel
         self.rotary_base = rotary_base
+        self.context_parallel = context_parallel
 
     def __call__(
         self, x: Float[Array, "batch seq_in hidden"], context: TokenContext | None = None
     ) -> Float[Array, "batch seq_in hidden"]:
-        """Returns attention of x. `context` defaults to tokens 0 .. seq-1, rotary if rotary_base is set.
+        """Returns attention of x. `context` defaults to x's tokens in order, rotary if rotary_base is set.
 
         Raises:
           ValueError: the settings ask for dropout and no context brings its key. (With `dropout_key=None` in a context
@@ -246,17 +252,24 @@ class SelfAttention(_ParallelModule):
                 )
             context = self._default_context(x, sharded)
         return self_attention(
-            self.tree(self.dtype), self._cast(x), context, self.settings, axis=self.axis, sequence_parallel=sharded
+            self.tree(self.dtype),
+            self._cast(x),
+            context,
+            self.settings,
+            axis=self.axis,
+            sequence_parallel=sharded,
+            context_parallel=self.context_parallel,
         )
 
     def _default_context(self, x: Array, sharded: bool) -> TokenContext:
         from jmegatron.collectives import axis_size
 
-        token_index = jnp.arange(x.shape[1] * (axis_size(self.axis) if sharded else 1))
+        seq = x.shape[1] * (axis_size(self.axis) if sharded else 1)
+        index = token_index(seq, self.context_parallel.axis, self.context_parallel.order)
         rotary = None
         if self.rotary_base is not None:
-            rotary = rotary_angles(token_index[None], self.settings.head_dim, base=self.rotary_base)
-        return TokenContext(jnp.zeros(x.shape[0], jnp.uint32), token_index, rotary)
+            rotary = rotary_angles(index[None], self.settings.head_dim, base=self.rotary_base)
+        return TokenContext(jnp.zeros(x.shape[0], jnp.uint32), index, rotary)
 
 
 class MLP(_ParallelModule):

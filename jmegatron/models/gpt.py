@@ -27,13 +27,14 @@ from jaxtyping import Array, Float, Integer, Key
 
 from jmegatron import partition, random
 from jmegatron.collectives import Axes, axis_rank, copy_to, enter_region, leave_region, own_slice, sum_over
+from jmegatron.context_parallel.layout import token_index
 from jmegatron.layers.attention import TokenContext
 from jmegatron.layers.cross_entropy import linear_cross_entropy
 from jmegatron.layers.embedding import padded_rows, vocab_parallel_embedding_specs, vocab_parallel_lookup
 from jmegatron.layers.linear import matmul
 from jmegatron.layers.norm import norm, norm_specs
 from jmegatron.models.transformer import LayerParallel, LayerSettings, layer_specs, stacked_layer, transformer_stack
-from jmegatron.ops.rotary import rotary_angles
+from jmegatron.ops.rotary import RotaryScaling, rotary_angles
 from jmegatron.partition import ParameterSpec, Tree
 
 
@@ -71,10 +72,14 @@ class GPTSettings:
     rotary_dim: int = 0
     rotary_base: float = 10000.0
     rotary_interpolation: float = 1.0
+    rotary_scaling: RotaryScaling | None = None
     tied: bool = True
     mask_padded_vocab: bool = True
     label_smoothing: float = 0.0
     init_std: float = 0.02
+    place_settings: tuple[LayerSettings, ...] = ()
+    """Numbers of the layer at each place of a chunk (with one stage: of each layer) where they are not all `layer`.
+    Shapes of parameters may not differ."""
 
     def __post_init__(self) -> None:
         if self.position_embedding not in POSITIONS:
@@ -87,6 +92,17 @@ class GPTSettings:
         """Width of the residual stream."""
         return self.layer.attention.hidden_size
 
+    def settings_at(self, num_places: int) -> tuple[LayerSettings, ...]:
+        """Returns the numbers of the layer at each place of a chunk.
+
+        Raises:
+          ValueError: `place_settings` are for another number of places.
+        """
+        settings = self.place_settings or (self.layer,) * num_places
+        if len(settings) != num_places:
+            raise ValueError(f"place_settings for {len(settings)} places: expected the {num_places} of a chunk")
+        return settings
+
     @property
     def loss_vocab_size(self) -> int | None:
         """Columns that take part in the softmax; None: all."""
@@ -97,20 +113,20 @@ class GPTSettings:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """One micro-batch of this rank. A pytree."""
+    """One micro-batch of this rank: its tokens of each sequence, ordered as `context_parallel.layout` has it. A pytree."""
 
     tokens: Any
-    """Integer [batch, seq]. (A pytree's fields also hold specs and abstract arrays.)"""
+    """Integer [batch, seq_cp] of seq / cp tokens. (A pytree's fields also hold specs and abstract arrays.)"""
     labels: Any
-    """Integer [batch, seq]: the next token of each."""
+    """Integer [batch, seq_cp]: the next token of each."""
     weights: Any
-    """fp32 [batch, seq]: weight of each token's loss in the objective (0: does not count)."""
+    """fp32 [batch, seq_cp]: weight of each token's loss in the objective (0: does not count)."""
     sample_ids: Any
     """Unsigned [batch]: place of each sequence in the run's stream of samples (dropout key)."""
     position_ids: Any = None
-    """Integer [batch, seq]: position of each token; None: its place in the sequence."""
+    """Integer [batch, seq_cp]: position of each token; None: its place in the sequence."""
     segment_ids: Any = None
-    """Integer [batch, seq]: tokens see only those of their own segment; None: one segment."""
+    """Integer [batch, seq]: of the whole sequence; tokens see only those of their own segment; None: one segment."""
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------
@@ -174,24 +190,29 @@ def _position_spec(
 
 
 # ---- the parts ----------------------------------------------------------------------------------------------------
-def gpt_context(batch: Tokens, settings: GPTSettings, dropout_key: Key[Array, ""] | None = None) -> TokenContext:
+def gpt_context(
+    batch: Tokens, settings: GPTSettings, parallel: LayerParallel, dropout_key: Key[Array, ""] | None = None
+) -> TokenContext:
     """Returns what every layer needs to know of a micro-batch. Communication: none."""
-    token_index = jnp.arange(batch.tokens.shape[-1], dtype=jnp.int32)
     rotary = None
     if settings.position_embedding == "rope":
         rotary = rotary_angles(
-            _positions(batch),
+            _positions(batch, parallel),
             settings.rotary_dim,
             base=settings.rotary_base,
             interpolation_factor=settings.rotary_interpolation,
+            scaling=settings.rotary_scaling,
         )
-    return TokenContext(batch.sample_ids, token_index, rotary, dropout_key, batch.segment_ids)
+    return TokenContext(batch.sample_ids, _token_index(batch, parallel), rotary, dropout_key, batch.segment_ids)
 
 
-def _positions(batch: Tokens) -> Array:
-    if batch.position_ids is not None:
-        return batch.position_ids
-    return jnp.arange(batch.tokens.shape[-1], dtype=jnp.int32)[None]
+def _token_index(batch: Tokens, parallel: LayerParallel) -> Array:
+    """Returns the place in the whole sequence of each of this rank's tokens, [seq_cp]."""
+    return token_index(batch.tokens.shape[-1], parallel.context.axis, parallel.context.order)
+
+
+def _positions(batch: Tokens, parallel: LayerParallel) -> Array:
+    return _token_index(batch, parallel)[None] if batch.position_ids is None else batch.position_ids
 
 
 def gpt_embed(
@@ -203,7 +224,7 @@ def gpt_embed(
     *,
     dropout_key: Key[Array, ""] | None = None,
 ) -> Float[Array, "batch seq_local hidden"]:
-    """Returns the input of the first layer, this rank's sequence shard under sequence parallelism; on every stage.
+    """Returns the input of the first layer: this cp rank's tokens, or the tp rank's shard of them; on every stage.
 
     Communication, B = bytes of the whole result: over tp one all-reduce of B (sequence parallel: reduce-scatter); over
     pp one all-reduce of the result (B / tp under sequence parallelism).
@@ -216,7 +237,7 @@ def gpt_embed(
       pipeline: how the model is cut into stages.
       dropout_key: None: no dropout.
     """
-    tables, positions, shard = parameters["embedding"], _positions(batch), parallel.sequence_parallel
+    tables, positions, shard = parameters["embedding"], _positions(batch, parallel), parallel.sequence_parallel
     axes = vocab_axes(parallel, pipeline)
     x = vocab_parallel_lookup(tables["word"]["embedding"], batch.tokens, axes)
     if pipeline.axis is not None:
@@ -232,8 +253,8 @@ def gpt_embed(
             x = x + jnp.take(tables["position"]["embedding"], local, axis=0)
     if dropout_key is not None:
         key = random.site_key(dropout_key, 0, random.Site.EMBEDDING)
-        token_index = own_slice(jnp.arange(batch.tokens.shape[-1], dtype=jnp.int32), parallel.sequence_axis, 0)
-        x = random.dropout(x, settings.layer.hidden_dropout, key, batch.sample_ids, token_index)
+        index = own_slice(_token_index(batch, parallel), parallel.sequence_axis, 0)
+        x = random.dropout(x, settings.layer.hidden_dropout, key, batch.sample_ids, index)
     return x
 
 
@@ -249,7 +270,7 @@ def gpt_layer(
     x: Float[Array, "batch seq_local hidden"],
     context: TokenContext,
     layer: Integer[Array, ""],
-    settings: GPTSettings,
+    settings: LayerSettings,
     parallel: LayerParallel,
     pipeline: PipelineParallel = ONE_STAGE,
 ) -> Float[Array, "batch seq_local hidden"]:
@@ -260,12 +281,12 @@ def gpt_layer(
       x: see `gpt_embed`.
       context: of the micro-batch.
       layer: global layer number, -1: no layer.
-      settings: numbers of the model.
+      settings: numbers of the layer.
       parallel: how layers are divided.
       pipeline: how the model is cut into stages.
     """
     absent = pipeline.may_be_absent
-    return stacked_layer(parameters, x, context, settings.layer, parallel, layer, may_be_absent=absent)
+    return stacked_layer(parameters, x, context, settings, parallel, layer, may_be_absent=absent)
 
 
 def gpt_output_loss(
@@ -346,8 +367,9 @@ def _last_layer(
 ) -> Array:
     x = gpt_embed(parameters, batch, settings, parallel, dropout_key=dropout_key)
     layers = jnp.arange(settings.num_layers, dtype=jnp.int32)
-    context = gpt_context(batch, settings, dropout_key)
-    return transformer_stack(parameters["layers"], x, context, settings.layer, parallel, layers)
+    context = gpt_context(batch, settings, parallel, dropout_key)
+    stacked = parameters["layers"]
+    return transformer_stack(stacked, x, context, settings.settings_at(settings.num_layers), parallel, layers)
 
 
 def gpt_hidden(
@@ -358,7 +380,7 @@ def gpt_hidden(
     parallel: LayerParallel,
     *,
     positions: Integer[Array, "#batch seq"] | None = None,
-    segments: Integer[Array, "batch seq"] | None = None,
+    segments: Integer[Array, "batch seq_whole"] | None = None,
     dropout_key: Key[Array, ""] | None = None,
 ) -> Float[Array, "batch seq_local hidden"]:
     """Returns the normed states of the last layer, this rank's sequence shard under sequence parallelism.
@@ -368,12 +390,12 @@ def gpt_hidden(
 
     Args:
       parameters: this rank's part of `gpt_specs`, in the compute dtype.
-      tokens: whole sequences.
+      tokens: this cp rank's tokens of each sequence.
       sample_ids: place of each sequence in the run's stream of samples.
       settings: numbers of the model.
       parallel: how layers are divided.
-      positions: position of each token; None: 0 .. seq - 1.
-      segments: tokens see only those of their own segment (packed documents); None: one segment.
+      positions: position of each token; None: its place in the sequence.
+      segments: [batch, whole seq]: tokens see only those of their own segment (packed documents); None: one segment.
       dropout_key: None: no dropout.
     """
     batch = Tokens(tokens, None, None, sample_ids, positions, segments)

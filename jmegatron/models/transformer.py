@@ -5,12 +5,14 @@ Source: Megatron-LM transformer/transformer_layer.py, fusions/fused_bias_dropout
     x = x + dropout(attention(norm(x)))
     x = x + dropout(mlp(norm(x)))
 
-Without sequence parallelism x is whole and replicated over tp; with it each rank keeps seq / tp tokens of x, so norms,
-dropout and residuals cost 1/tp. The layers' parameters are stacked along a leading dim and scanned: compile time does
-not grow with depth.
+A cp rank holds seq / cp tokens of x. Without sequence parallelism they are replicated over tp; with it each rank keeps
+1 / tp of them, so norms, dropout and residuals cost 1/tp. The layers' parameters are stacked along a leading dim and
+scanned: compile time does not grow with depth.
 """
 
 import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import jax
@@ -21,6 +23,7 @@ from jaxtyping import Array, Float, Integer
 
 from jmegatron import partition, random
 from jmegatron.collectives import own_slice
+from jmegatron.context_parallel.layout import WHOLE_SEQUENCE, ContextParallel
 from jmegatron.layers.attention import ATTENTION_KEPT, AttentionSettings, TokenContext, attention_specs, self_attention
 from jmegatron.layers.mlp import MLP_KEPT, MLPSettings, mlp, mlp_specs
 from jmegatron.layers.norm import norm, norm_specs
@@ -31,11 +34,16 @@ Recompute = Literal["selective", "full"]
 
 @dataclasses.dataclass(frozen=True)
 class LayerParallel:
-    """How layers are divided: the mesh axis, its size, and whether the sequence between them is divided too."""
+    """How layers are divided over tensor- and context-parallel ranks."""
 
     axis: str | None = None
+    """Mesh axis of tensor parallelism."""
     num_ranks: int = 1
+    """Its size."""
     sequence_parallel: bool = False
+    """Whether tp divides the tokens between the regions, too (those that a cp rank holds)."""
+    context: ContextParallel = WHOLE_SEQUENCE
+    """How the sequence is divided everywhere."""
 
     @property
     def sequence_axis(self) -> str | None:
@@ -63,6 +71,8 @@ class LayerSettings:
     with parameters: norms, gathers, the attention core, activations; kept is what has a name. None: activations."""
     recompute_mlp: bool = False
     """With selective: the feed-forward part as a whole is computed again as well."""
+    recompute_unit: int = 1
+    """With full: consecutive layers of which the input of the first alone is kept, see `setting_runs`."""
 
 
 def layer_specs(
@@ -114,13 +124,14 @@ def transformer_layer(
 ) -> Float[Array, "batch seq_local hidden"]:
     """Returns the layer's output.
 
-    Communication over tp, B = bytes of the whole x: forward 2 all-reduces of B, backward 2 (sequence parallel: 2
-    all-gathers and 2 reduce-scatters each way, which send the same bytes).
+    Communication over tp, B = bytes of a cp rank's x: forward 2 all-reduces of B, backward 2 (sequence parallel: 2
+    all-gathers and 2 reduce-scatters each way, which send the same bytes); over cp that of
+    `context_parallel_attention`.
 
     Args:
       parameters: this rank's part of `layer_specs`.
-      x: whole sequence, or this rank's shard under sequence parallelism.
-      context: of the whole sequence.
+      x: this cp rank's tokens (all without cp), or the tp rank's shard of them under sequence parallelism.
+      context: of this cp rank's tokens.
       settings: numbers of the layer.
       parallel: how layers are divided.
       layer: global layer number (dropout key).
@@ -151,12 +162,42 @@ def transformer_layer(
         settings.attention,
         axis=axis,
         sequence_parallel=shard,
+        context_parallel=parallel.context,
         layer=layer,
     )
     # The rank's own tokens under sequence parallelism: what is gathered for the regions is gathered again.
     x = checkpoint_name(x + drop(y, random.Site.ATTENTION_OUTPUT), "residual")
     y = mlp(parameters["mlp"], norm_("mlp_norm", x), settings.mlp, axis=axis, sequence_parallel=shard)
     return x + drop(y, random.Site.MLP_OUTPUT)
+
+
+@dataclasses.dataclass(frozen=True)
+class SettingRun:
+    """Consecutive layers with equal settings."""
+
+    settings: LayerSettings
+    num_layers: int
+    layers_per_unit: int = 1
+    """Over 1: what so many layers need for their backward is computed again together, from the input of the first. The
+    settings are then those of a layer without recompute."""
+
+
+def setting_runs(settings: Iterable[LayerSettings]) -> tuple[SettingRun, ...]:
+    """Returns the runs of layers with these settings, in order. Communication: none.
+
+    A unit of recompute ends with the run of equal settings that it stands in: the last one may be shorter, and is a run
+    of its own then. (The reference's `checkpointed_forward` cuts a chunk of equal layers in the same way.)
+    """
+    runs = []
+    for one, group in itertools.groupby(settings):
+        num_layers = len(list(group))
+        unit = one.recompute_unit if one.recompute == "full" else 1
+        in_whole_units = num_layers - num_layers % unit
+        for length, per_unit in ((in_whole_units, unit), (num_layers - in_whole_units, num_layers - in_whole_units)):
+            if length:
+                computed = one if per_unit == 1 else dataclasses.replace(one, recompute=None, recompute_unit=1)
+                runs.append(SettingRun(computed, length, per_unit))
+    return tuple(runs)
 
 
 def kept_names(settings: LayerSettings) -> tuple[str, ...]:
@@ -206,11 +247,13 @@ def transformer_stack(
     parameters: Tree,
     x: Float[Array, "batch seq_local hidden"],
     context: TokenContext,
-    settings: LayerSettings,
+    settings: Sequence[LayerSettings],
     parallel: LayerParallel,
     layer_index: Integer[Array, "layers"],
 ) -> Float[Array, "batch seq_local hidden"]:
     """Returns x after the stacked layers, in order. Communication: that of `stacked_layer`, once a layer.
+
+    Layers with equal settings are one scan, see `setting_runs`.
 
     Args:
       parameters: `layer_specs` with a leading dim of `layers`.
@@ -220,9 +263,24 @@ def transformer_stack(
       parallel: how layers are divided.
       layer_index: global numbers of the stacked layers.
     """
+    layers, first = (parameters, jnp.asarray(layer_index)), 0
+    for run in setting_runs(settings):
+        last = first + run.num_layers
+        x = _scan_run(x, jax.tree.map(lambda leaf, a=first, b=last: leaf[a:b], layers), context, run, parallel)
+        first = last
+    return x
 
-    def body(x: Array, scanned: tuple[Tree, Array]) -> tuple[Array, None]:
-        layer_parameters, layer = scanned
-        return stacked_layer(layer_parameters, x, context, settings, parallel, layer), None
 
-    return lax.scan(body, x, (parameters, jnp.asarray(layer_index)))[0]
+def _scan_run(x: Array, layers: Tree, context: TokenContext, run: SettingRun, parallel: LayerParallel) -> Array:
+    def one(x: Array, scanned: tuple[Tree, Array]) -> tuple[Array, None]:
+        parameters, layer = scanned
+        return stacked_layer(parameters, x, context, run.settings, parallel, layer), None
+
+    if run.layers_per_unit == 1:
+        return lax.scan(one, x, layers)[0]
+
+    def unit(x: Array, scanned: Tree) -> tuple[Array, None]:
+        return lax.scan(one, x, scanned)
+
+    units = jax.tree.map(lambda leaf: leaf.reshape(-1, run.layers_per_unit, *leaf.shape[1:]), layers)
+    return lax.scan(jax.checkpoint(unit, prevent_cse=False), x, units)[0]

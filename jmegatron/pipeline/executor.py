@@ -43,7 +43,7 @@ def run_pipeline(
     """Returns (sums of the reported tree, fp32 sums of the gradients of the objective) over micro-batches.
 
     Communication: see above; for each micro-batch that of `model.embed` and `model.loss`, for each slot that of
-    `model.layer` for each layer of a chunk. Nothing over axes that the parameters already vary over.
+    `model.runs` for each layer of a chunk. Nothing over axes that the parameters already vary over.
 
     Args:
       model: what is run.
@@ -92,7 +92,7 @@ class _Ticks(StageRunner):
 
     report, gradients     sums so far
     embedded              embeddings that stage 0 takes next
-    residuals             of chunks in flight, [places, layers of a chunk, ...]
+    residuals             of chunks in flight, for each run of layers [places, units of the run, ...]
     input_gradient        gradient of the input of the last backward
 
     and what the kind of schedule adds.
@@ -138,8 +138,8 @@ class _Ticks(StageRunner):
             carry["layers"] = self.layer_buffers(lambda layer: layer)
         if self.backward:
             carry["gradients"] = self.gradient_buffers()
-            lead = (self.rings.residuals.size, self.layers_per_chunk)
-            carry["residuals"] = [self.buffer(t, *lead) for t in self.residual_types]
+            size = self.rings.residuals.size
+            carry["residuals"] = [[self.buffer(t, size, run.num_units) for t in run.types] for run in self.runs]
             if self.reduce_layer is not None:
                 carry["reduced"] = self.reduced_buffers()
             if self.num_stages > 1:
@@ -365,18 +365,17 @@ class _HalfTicks(_Ticks):
 
         The loops over layers run as many times as there are layers, or not at all.
         """
-        chunk, layers = jnp.int32(0), self.layers_per_chunk
+        chunk = jnp.int32(0)
         forward = self.own(row["forward"]["microbatch"])
         x = jnp.where(self.stage == 0, vary(embedded, self.stages), carry["received"])
         place = self.own(row["rings"]["residuals"]["write"])
-        count = jnp.where(forward != NONE, layers, 0)
-        output, carry = self.chunk_forward(carry, x, forward, chunk, place, count=count)
+        output, carry = self.chunk_forward(carry, x, forward, chunk, place, active=forward != NONE)
         if kind.backward:
             backward = self.own(row["backward"]["microbatch"])
             place = self.own(row["rings"]["residuals"]["read"])
-            count = jnp.where(backward != NONE, layers, 0)
-            gradient, carry = self.chunk_backward(carry, carry["received"], backward, chunk, place, count=count)
-            output = jnp.where(backward != NONE, gradient, output)
+            active = backward != NONE
+            gradient, carry = self.chunk_backward(carry, carry["received"], backward, chunk, place, active=active)
+            output = jnp.where(active, gradient, output)
         return output, carry
 
     def _swap(self, x: Array, parity: int) -> Array:

@@ -2,14 +2,17 @@
 
 Talks on the pipeline axis where all stages work together (embedding and loss); the rest is the model's own.
 
-The layers of a chunk are a scan here and not in the model, so that what a layer's backward needs goes straight into its
+The layers of a chunk are scans here and not in the model, so that what a layer's backward needs goes straight into its
 place in a ring buffer and comes straight from there, and a layer's gradients are added where they belong: no copy of a
-whole chunk's residuals, parameters or gradients is ever made.
+whole chunk's residuals, parameters or gradients is ever made. Consecutive layers that one function computes are a run,
+one scan; every chunk of every stage has the same runs, so that one program serves them all.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +24,31 @@ from jmegatron.collectives import axis_rank, sum_over, vary, vary_like, varying_
 from jmegatron.partition import Tree
 from jmegatron.pipeline.schedule import NONE
 
+T = TypeVar("T")
+
 Carry = dict[str, Any]
 """What goes from tick to tick, see `executor`."""
 Rings = list[Array] | None
-"""One ring buffer [places, layers of a chunk, ...] for each residual of a layer; None: nothing is kept."""
+"""One ring buffer [places, units of a run, ...] for each residual of a unit; None: nothing is kept."""
+Backward = tuple[Array, Tree, Tree | None]
+"""(gradient of x, gradients of the layers' parameters, those of them that are reduced or None)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRun:
+    """Consecutive places of a chunk whose layers are computed by one function."""
+
+    layer: Callable[[Tree, Array, Tree, Array], Array]
+    """(parameters of one layer, x, context, global layer number) -> y like x. Number -1: no layer."""
+    num_places: int
+    places_per_unit: int = 1
+    """Over 1: of so many layers the input of the first is all that is kept. The backward runs the unit forward again,
+    now keeping what `layer` needs, and then goes back through its layers."""
+
+    @property
+    def num_units(self) -> int:
+        """Units of the run."""
+        return self.num_places // self.places_per_unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +61,8 @@ class PipelineModel:
 
     embed: Callable[[Tree, Any], Array]
     """(parameters, micro-batch) -> x [batch, seq_local, hidden], the same on all stages."""
-    layer: Callable[[Tree, Array, Tree, Array], Array]
-    """(parameters of one layer, x, context, global layer number) -> y like x. Number -1: no layer."""
+    runs: tuple[LayerRun, ...]
+    """The layers of a chunk, in order."""
     loss: Callable[[Tree, Array, Any], tuple[Array, Tree]]
     """(parameters, y, micro-batch) -> (objective, tree of sums to report), the same on all stages."""
     context: Callable[[Any], Tree]
@@ -100,10 +124,54 @@ def select_if(flag: Bool[Array, ""], tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.where(flag, leaf, jnp.zeros((), leaf.dtype)), tree)
 
 
+def _repeat(num: int, step: Callable[[Array, T], T], start: T, *, first: int = 0, active: Array | None = None) -> T:
+    """Returns the state after step(number, state) for number = first .. num - 1; without a step if it is not active."""
+    if active is not None:
+        assert first == 0
+        count = jnp.where(active, num, 0)
+        return lax.fori_loop(jnp.zeros_like(count), count, step, start)
+    numbers = jnp.arange(first, num, dtype=jnp.int32)
+    return lax.scan(lambda state, number: (step(number, state), None), start, numbers)[0]
+
+
+def _last_first(
+    num: int,
+    step: Callable[[Array, Backward, bool], Backward],
+    state: Backward,
+    pending: bool,
+    *,
+    active: Array | None = None,
+) -> Backward:
+    """Returns the state after step(number, state, pending) for number = num - 1 .. 0.
+
+    `pending`: whether gradients of the layer behind are left to be reduced beside the step. Where that differs between
+    the first step and the others, the first one stands alone.
+    """
+    alone = not pending and state[2] is not None
+    if alone:
+        state = step(jnp.int32(num - 1), state, False)
+    turned = lambda number, state: step(num - 1 - number, state, True)  # noqa: E731
+    return _repeat(num, turned, state, first=int(alone), active=active)
+
+
 def _fixed(context: Tree) -> Tree:
     """Returns the context cut from the gradient."""
     cut = lambda leaf: lax.stop_gradient(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf  # noqa: E731
     return jax.tree.map(cut, context)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeptRun(LayerRun):
+    """A run with what is kept of it for the backward."""
+
+    first: int
+    """Its first place in the chunk."""
+    kept: list[bool]
+    """Which residuals of a layer are kept; the others are computed again."""
+    input_needed: bool
+    """Whether a layer's input is kept as well."""
+    types: list[Any]
+    """What goes into the rings of a unit."""
 
 
 class StageRunner:
@@ -118,6 +186,9 @@ class StageRunner:
       stale: what buffers hold at first.
       reduce_layer: see `executor.run_pipeline`.
       gather_layer: see `executor.run_pipeline`.
+
+    Raises:
+      ValueError: the runs are not as many places as a chunk has, or a run is no whole number of units.
     """
 
     def __init__(
@@ -140,7 +211,16 @@ class StageRunner:
         self.num_chunks = len(places)
         self.numbers = places.reshape(self.num_chunks, num_stages, -1).transpose(1, 0, 2)
         self.layers_per_chunk = self.numbers.shape[2]
+        self._check_runs()
         self._find_types()
+
+    def _check_runs(self) -> None:
+        lengths = [run.num_places for run in self.model.runs]
+        if sum(lengths) != self.layers_per_chunk:
+            raise ValueError(f"runs of {lengths} places: expected the {self.layers_per_chunk} places of a chunk")
+        for run in self.model.runs:
+            if run.num_places % run.places_per_unit:
+                raise ValueError(f"a run of {run.num_places} places cannot be cut into units of {run.places_per_unit}")
 
     # ---- buffers ----
     def layer_buffers(self, how: Callable[[Tree], Tree]) -> Tree:
@@ -178,27 +258,42 @@ class StageRunner:
         """Finds shapes, dtypes and varying axes of what goes from tick to tick, without computing anything."""
         first = jnp.int32(0)
         self.x_type = jax.eval_shape(lambda: vary(self._lookup(first), self.stages))
-        # A layer's output may vary over more axes than the embeddings do; one pass through a layer tells.
-        one_layer = lambda: self._layer_vjp(self._one_layer(), self.like_x(0.0), self.context(first), first)  # noqa: E731
-        output = jax.eval_shape(lambda: one_layer()[0])
-        self.x_type = jax.eval_shape(lambda: vary_like(self.like_x(0.0), output))
+        for run in self.model.runs:
+            # A layer's output may vary over more axes than its input does; one pass through a layer tells.
+            output = jax.eval_shape(lambda run=run: self._one_layer_vjp(run)[0])
+            self.x_type = jax.eval_shape(lambda output=output: vary_like(self.like_x(0.0), output))
         self.embedding_axes = tuple(sorted(varying_axes(self.x_type) - set(self.stages)))
-        self.kept = self._find_kept()
-        residuals, x = jax.eval_shape(lambda: one_layer()[1][:2])
-        kept = [leaf for leaf, keep in zip(residuals, self.kept, strict=True) if keep]
-        self.input_needed = x is not None
-        self.residual_types = kept + ([x] if self.input_needed else [])
+        starts = itertools.accumulate((run.num_places for run in self.model.runs), initial=0)
+        self.runs = [self._kept_run(run, start) for run, start in zip(self.model.runs, starts, strict=False)]
         self.report_type = jax.eval_shape(lambda: self.loss_value(first, self.like_x(0.0))[1])
 
-    def _find_kept(self) -> list[bool]:
-        """Returns which residuals of a layer go into the ring.
+    def _one_layer_vjp(self, run: LayerRun) -> tuple[Array, tuple[Any, Any, Any]]:
+        first = jnp.int32(0)
+        return self._layer_vjp(run, self._one_layer(), self.like_x(0.0), self.context(first), first)
+
+    def _kept_run(self, run: LayerRun, first: int) -> KeptRun:
+        kept = self._find_kept(run)
+        residuals, x = jax.eval_shape(lambda: self._one_layer_vjp(run)[1][:2])
+        types = [leaf for leaf, keep in zip(residuals, kept, strict=True) if keep] + ([] if x is None else [x])
+        return KeptRun(
+            run.layer,
+            run.num_places,
+            run.places_per_unit,
+            first=first,
+            kept=kept,
+            input_needed=x is not None,
+            types=types if run.places_per_unit == 1 else [self.x_type],
+        )
+
+    def _find_kept(self, run: LayerRun) -> list[bool]:
+        """Returns which residuals of a layer are kept.
 
         What depends neither on activations nor on parameters (masks, angles) is computed again in the backward. What
         depends on a random key is kept: drawing numbers is dear.
         """
         first = jnp.int32(0)
         arguments = jax.eval_shape(lambda: (self._one_layer(), self.like_x(0.0), self.context(first)))
-        residuals = lambda parameters, x, context: self._layer_vjp(parameters, x, context, first)[1][0]  # noqa: E731
+        residuals = lambda parameters, x, context: self._layer_vjp(run, parameters, x, context, first)[1][0]  # noqa: E731
         jaxpr = jax.make_jaxpr(residuals)(*arguments)
         leaves = jax.tree.leaves(arguments)
         num_differentiated = len(jax.tree.leaves(arguments[:2]))
@@ -245,12 +340,12 @@ class StageRunner:
         return at(layers, *self._layer_place(chunk, layer))
 
     def _layer_vjp(
-        self, parameters: Tree, x: Array, context: Tree, number: Array
+        self, run: LayerRun, parameters: Tree, x: Array, context: Tree, number: Array
     ) -> tuple[Array, tuple[Any, Any, Any]]:
         """Returns (output of one layer, (residuals, x or None if the backward does not need it, vjp))."""
 
         def layer(parameters: Tree, x: Array, context: Tree) -> Array:
-            return self.model.layer(parameters, x, _fixed(context), number)
+            return run.layer(parameters, x, _fixed(context), number)
 
         vjp: Any
         # The context is an argument so that the vjp refers to it and makes no residual of it.
@@ -258,6 +353,27 @@ class StageRunner:
         needed = bool(jax.tree.leaves(vjp.args_res[1]))
         return y, (list(vjp.opaque_residuals), x if needed else None, vjp)
 
+    def _layer_forward(
+        self, run: KeptRun, parameters: Tree, x: Array, context: Tree, number: Array
+    ) -> tuple[Array, list[Array]]:
+        """Returns (output of one layer, what is kept for its backward)."""
+        y, (residuals, needed, _) = self._layer_vjp(run, parameters, x, context, number)
+        saved = [leaf for leaf, keep in zip(residuals, run.kept, strict=True) if keep]
+        return y, saved + ([needed] if run.input_needed else [])
+
+    def _layer_backward(
+        self, run: KeptRun, parameters: Tree, saved: list[Array], context: Tree, number: Array, gradient: Array
+    ) -> tuple[Tree, Array]:
+        """Returns the gradients of (parameters, input) of one layer from what was kept of it."""
+        x = saved.pop() if run.input_needed else self.like_x(0.0)
+        # Traced for its structure: of its forward only what was not kept is computed.
+        _, (fresh, _, vjp) = self._layer_vjp(run, parameters, x, context, number)
+        left = iter(saved)
+        vjp.opaque_residuals = [next(left) if keep else leaf for leaf, keep in zip(fresh, run.kept, strict=True)]
+        own, gradient, _ = vjp(gradient)
+        return own, gradient
+
+    # ---- a chunk ----
     def chunk_forward(
         self,
         carry: Carry,
@@ -266,7 +382,7 @@ class StageRunner:
         chunk: Array,
         place: Any,
         *,
-        count: Array | None = None,
+        active: Array | None = None,
         gather_chunk: Array | None = None,
     ) -> tuple[Array, Carry]:
         """Returns (output of a chunk, carry with its residuals at `place`).
@@ -279,55 +395,65 @@ class StageRunner:
           microbatch: number of the micro-batch.
           chunk: number of the chunk.
           place: place in the rings.
-          count: layers to run, each stage its own number (0: x and the rings as they are); None: all.
+          active: whether the layers run, each stage its own answer (no: x and the rings as they are); None: they do.
           gather_chunk: a chunk, the same on all stages, whose parameters are gathered into `carry["layers"]`, a layer's
             beside the layer before: no stage has run this chunk before.
         """
         numbers, context = self.own(jnp.asarray(self.numbers), chunk), self.context(microbatch)
 
-        def layer(layers: Tree, layer: Array, carry: tuple[Array, Rings]) -> tuple[Array, Rings]:
-            x, residuals = carry
-            y, (new, needed, _) = self._layer_vjp(self._layer_at(layers, chunk, layer), x, context, at(numbers, layer))
-            if residuals is not None:
-                new = [leaf for leaf, keep in zip(new, self.kept, strict=True) if keep]
-                new += [needed] if self.input_needed else []
-                residuals = [put(ring, leaf, place, layer) for ring, leaf in zip(residuals, new, strict=True)]
-            return y, residuals
+        def layer(run: KeptRun, layers: Tree, number: Array, inner: tuple[Array, Rings]) -> tuple[Array, Rings]:
+            x, rings = inner
+            where = run.first + number
+            parameters = self._layer_at(layers, chunk, where)
+            y, saved = self._layer_forward(run, parameters, x, context, at(numbers, where))
+            if rings is None:
+                return y, None
+            unit = number // run.places_per_unit
+            if run.places_per_unit > 1:
+                # Written once a layer and not once a unit, so that a run is one loop whatever its units.
+                saved = [jnp.where(number % run.places_per_unit == 0, x, at(rings[0], place, unit))]
+            return y, [put(ring, leaf, place, unit) for ring, leaf in zip(rings, saved, strict=True)]
 
-        start: tuple[Array, Rings] = (x, carry.get("residuals"))
-        if gather_chunk is None:
-            layers = self.layers_of(carry)
-            y, residuals = self._over_layers(lambda number, inner: layer(layers, number, inner), start, count)
-        else:
-            y, residuals, layers = self._gathering(layer, start, carry["layers"], gather_chunk)
-            carry = {**carry, "layers": layers}
-        return y, carry if residuals is None else {**carry, "residuals": residuals}
+        layers = self.layers_of(carry)
+        if gather_chunk is not None:
+            layers = self._gather(gather_chunk, jnp.int32(0), layers)
+        kept: list[Rings] = []
+        for run, rings in zip(self.runs, carry.get("residuals") or [None] * len(self.runs), strict=True):
+            of_run, start = functools.partial(layer, run), (x, rings)
+            if gather_chunk is None:
+                x, rings = _repeat(run.num_places, functools.partial(of_run, layers), start, active=active)
+            else:
+                (x, rings), layers = self._gathering(run, of_run, start, layers, gather_chunk)
+            kept.append(rings)
+        changed = {"residuals": kept} if "residuals" in carry else {}
+        return x, {**carry, **changed, **({} if gather_chunk is None else {"layers": layers})}
+
+    def _gather(self, chunk: Array, place: Array, layers: Tree) -> Tree:
+        """Returns the layers with the parameters of one place gathered into them."""
+        gather_layer, where = self.gather_layer, self._layer_place(chunk, place)
+        assert gather_layer is not None
+        whole = gather_layer(at(self.parameters[self.model.layers], *where))
+        return jax.tree.map(lambda t, p: put(t, p, *where), layers, whole)
 
     def _gathering(
         self,
+        run: KeptRun,
         layer: Callable[[Tree, Array, tuple[Array, Rings]], tuple[Array, Rings]],
         start: tuple[Array, Rings],
         layers: Tree,
         chunk: Array,
-    ) -> tuple[Array, Rings, Tree]:
-        """Runs a chunk's layers forward and gathers each one's parameters beside the one before."""
-        gather_layer = self.gather_layer
-        assert gather_layer is not None
+    ) -> tuple[tuple[Array, Rings], Tree]:
+        """Runs a run's layers forward, and gathers the parameters of each next one beside it."""
 
-        def gather(number: Array, layers: Tree) -> Tree:
-            where = self._layer_place(chunk, number)
-            whole = gather_layer(at(self.parameters[self.model.layers], *where))
-            return jax.tree.map(lambda t, p: put(t, p, *where), layers, whole)
-
-        def body(carry: tuple[tuple[Array, Rings], Tree], number: Array) -> tuple[tuple[Any, Tree], None]:
+        def body(number: Array, carry: tuple[tuple[Array, Rings], Tree]) -> tuple[tuple[Array, Rings], Tree]:
             inner, layers = carry
-            return (layer(layers, number, inner), gather(number + 1, layers)), None
+            return layer(layers, number, inner), self._gather(chunk, run.first + number + 1, layers)
 
-        last = self.layers_per_chunk - 1
-        layers = gather(jnp.int32(0), layers)
-        inner, layers = lax.scan(body, (start, layers), jnp.arange(last, dtype=jnp.int32))[0]
-        y, residuals = layer(layers, jnp.int32(last), inner)
-        return y, residuals, layers
+        # The chunk's last layer stands alone: none is next.
+        last = run.num_places - 1
+        ends_chunk = run.first + last == self.layers_per_chunk - 1
+        inner, layers = _repeat(last if ends_chunk else last + 1, body, (start, layers))
+        return (layer(layers, jnp.int32(last), inner) if ends_chunk else inner), layers
 
     def chunk_backward(
         self,
@@ -337,7 +463,7 @@ class StageRunner:
         chunk: Array,
         place: Any,
         *,
-        count: Array | None = None,
+        active: Array | None = None,
         reduce_chunk: Array | None = None,
     ) -> tuple[Array, Carry]:
         """Returns (gradient of a chunk's input, carry with the gradients of its parameters added).
@@ -350,63 +476,63 @@ class StageRunner:
           microbatch: number of the micro-batch; NONE: the gradients of parameters are dropped.
           chunk: number of the chunk.
           place: place in the rings.
-          count: see `chunk_forward`.
+          active: see `chunk_forward`.
           reduce_chunk: a chunk, the same on all stages, whose gradients are complete once this one's are added: they
             are reduced into `carry["reduced"]` layer by layer, so that a layer's reduction runs beside the next layer.
         """
         numbers, context = self.own(jnp.asarray(self.numbers), chunk), self.context(microbatch)
-        residuals, layers = carry["residuals"], self.layers_of(carry)
+        layers = self.layers_of(carry)
 
-        def layer(number: Array, carry: tuple[Array, Tree]) -> tuple[Array, Tree]:
-            gradient, total = carry
-            layer = self.layers_per_chunk - 1 - number
-            saved = [at(ring, place, layer) for ring in residuals]
-            x = saved.pop() if self.input_needed else self.like_x(0.0)
-            # Traced for its structure: of its forward only what was not kept is computed.
-            _, (fresh, _, vjp) = self._layer_vjp(self._layer_at(layers, chunk, layer), x, context, at(numbers, layer))
-            left = iter(saved)
-            vjp.opaque_residuals = [next(left) if keep else leaf for leaf, keep in zip(fresh, self.kept, strict=True)]
-            own, gradient, _ = vjp(gradient)
+        def layer(run: KeptRun, where: Array, saved: list[Array], state: Backward, pending: bool) -> Backward:
+            gradient, total, reduced = state
+            if pending and reduce_chunk is not None:
+                reduced = self._reduce(reduce_chunk, where + 1, total, reduced)
+            parameters = self._layer_at(layers, chunk, where)
+            own, gradient = self._layer_backward(run, parameters, saved, context, at(numbers, where), gradient)
             if self.num_stages > 1:
                 own = select_if(microbatch != NONE, own)
-            where = self._layer_place(chunk, layer)
-            add = lambda t, g: put(t, at(t, *where) + g.astype(t.dtype), *where)  # noqa: E731
-            return gradient, jax.tree.map(add, total, own)
+            slot = self._layer_place(chunk, where)
+            add = lambda t, g: put(t, at(t, *slot) + g.astype(t.dtype), *slot)  # noqa: E731
+            return gradient, jax.tree.map(add, total, own), reduced
 
-        start = (gradient, carry["gradients"][self.model.layers])
-        if reduce_chunk is None:
-            gradient, total = self._over_layers(layer, start, count)
-        else:
-            gradient, total, reduced = self._reducing(layer, start, carry["reduced"], reduce_chunk)
-            carry = {**carry, "reduced": reduced}
-        return gradient, {**carry, "gradients": {**carry["gradients"], self.model.layers: total}}
+        def again(run: KeptRun, first: Array, x: Array) -> list[Array]:
+            """What is kept of the layers of a unit, [layers of the unit, ...]."""
 
-    def _reducing(
-        self, layer: Callable[[Array, Any], Any], start: tuple[Array, Tree], reduced: Tree, chunk: Array
-    ) -> tuple[Array, Tree, Tree]:
-        """Runs a chunk's layers backward and reduces each one's gradients beside the next one's backward."""
-        reduce_layer = self.reduce_layer
+            def body(x: Array, number: Array) -> tuple[Array, list[Array]]:
+                where = first + number
+                parameters = self._layer_at(layers, chunk, where)
+                return self._layer_forward(run, parameters, x, context, at(numbers, where))
+
+            return lax.scan(body, x, jnp.arange(run.places_per_unit, dtype=jnp.int32))[1]
+
+        def unit(run: KeptRun, rings: list[Array], number: Array, state: Backward, pending: bool) -> Backward:
+            saved = [at(ring, place, number) for ring in rings]
+            first = run.first + number * run.places_per_unit
+            if run.places_per_unit == 1:
+                return layer(run, first, saved, state, pending)
+            kept = again(run, first, saved[0])
+
+            def of_unit(number: Array, state: Backward, pending: bool) -> Backward:
+                return layer(run, first + number, [at(leaf, number) for leaf in kept], state, pending)
+
+            return _last_first(run.places_per_unit, of_unit, state, pending)
+
+        reduced = None if reduce_chunk is None else carry["reduced"]
+        state: Backward = (gradient, carry["gradients"][self.model.layers], reduced)
+        for run, rings in zip(reversed(self.runs), reversed(carry["residuals"]), strict=True):
+            of_run = functools.partial(unit, run, rings)
+            state = _last_first(run.num_units, of_run, state, run is not self.runs[-1], active=active)
+        gradient, total, reduced = state
+        carry = {**carry, "gradients": {**carry["gradients"], self.model.layers: total}}
+        if reduce_chunk is not None:
+            carry["reduced"] = self._reduce(reduce_chunk, jnp.int32(0), total, reduced)
+        return gradient, carry
+
+    def _reduce(self, chunk: Array, place: Array, total: Tree, reduced: Tree) -> Tree:
+        """Returns the reduced gradients with those of one place."""
+        reduce_layer, where = self.reduce_layer, self._layer_place(chunk, place)
         assert reduce_layer is not None
-
-        def reduce(number: Any, total: Tree, reduced: Tree) -> Tree:
-            where = self._layer_place(chunk, jnp.int32(self.layers_per_chunk - 1 - number))
-            return jax.tree.map(lambda t, g: put(t, g, *where), reduced, reduce_layer(at(total, *where)))
-
-        def body(carry: tuple[tuple[Array, Tree], Tree], number: Array) -> tuple[tuple[tuple[Array, Tree], Tree], None]:
-            inner, reduced = carry
-            reduced = reduce(number - 1, inner[1], reduced)
-            return (layer(number, inner), reduced), None
-
-        first = layer(jnp.int32(0), start)
-        numbers = jnp.arange(1, self.layers_per_chunk, dtype=jnp.int32)
-        (gradient, total), reduced = lax.scan(body, (first, reduced), numbers)[0]
-        return gradient, total, reduce(self.layers_per_chunk - 1, total, reduced)
-
-    def _over_layers(self, layer: Callable[[Array, Any], Any], start: Any, count: Array | None) -> Any:
-        if count is not None:
-            return lax.fori_loop(jnp.zeros_like(count), count, layer, start)
-        numbers = jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
-        return lax.scan(lambda carry, number: (layer(number, carry), None), start, numbers)[0]
+        return jax.tree.map(lambda t, g: put(t, g, *where), reduced, reduce_layer(at(total, *where)))
 
     def loss_value(self, microbatch: Array, y: Array) -> tuple[Array, Tree]:
         """Returns (objective, report) of the last stage's y. Communication: `from_last_stage` and the model's loss."""

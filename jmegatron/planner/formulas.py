@@ -6,7 +6,8 @@ No communication, no jax; plain numbers in, plain numbers out. Conventions:
 - Backward is twice forward (gradient of the input and of the weight).
 - Model FLOPs take what the mathematics asks for; executed FLOPs add what is recomputed.
 - Attention is counted over the whole score rectangle, s x s, unless `causal_skip`: then half of it, for kernels that
-  skip the blocks above the diagonal (and as Megatron-LM counts, training.py `num_floating_point_operations`).
+  skip the blocks above the diagonal (and as Megatron-LM counts, training.py `num_floating_point_operations`). With a
+  window of w tokens, the token itself among them, `causal_skip` counts the band, w s - w^2 / 2 (there: still half).
 - The embedding look-up is no matmul; the output layer is one, also when it shares the embedding's weights.
 
 Sources: arXiv:2104.04473 section 3 and appendix, arXiv:2205.05198 section 4, arXiv:2204.02311 appendix B (MFU).
@@ -37,6 +38,7 @@ class GPTShape:
         tied: the output layer uses the embedding's weights.
         num_positions: rows of the learned position embedding; 0 for none (rotary).
         qk_norm: queries and keys are normalised, with one norm of width `kv_channels` each.
+        window: tokens before itself that a token sees; None: all.
     """
 
     num_layers: int
@@ -54,6 +56,7 @@ class GPTShape:
     tied: bool = True
     num_positions: int = 0
     qk_norm: bool = False
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.norm not in ("layernorm", "rmsnorm"):
@@ -140,10 +143,14 @@ def _mlp_weights(shape: GPTShape) -> int:
 def attention_flops_per_token(shape: GPTShape, causal_skip: bool = False) -> float:
     """Forward FLOPs of the attention products (scores, and scores times values) for one token, all layers.
 
-    4 s h a layer, with h the width of the query heads together; half of it with `causal_skip`.
+    4 s h a layer, with h the width of the query heads together; with `causal_skip` half of it, or
+    4 (w - w^2 / 2s) h with a window of w tokens, the token itself among them.
     """
-    full = 4 * shape.seq_len * shape.query_width * shape.num_layers
-    return full / 2 if causal_skip else float(full)
+    keys = float(shape.seq_len)
+    if causal_skip:
+        seen = keys if shape.window is None else min(shape.window + 1.0, keys)
+        keys = seen - seen**2 / (2 * keys)
+    return 4 * keys * shape.query_width * shape.num_layers
 
 
 def forward_flops_per_token(shape: GPTShape, causal_skip: bool = False) -> float:
@@ -165,9 +172,16 @@ def model_flops_per_step(shape: GPTShape, tokens_per_step: int, causal_skip: boo
 
 
 def executed_flops_per_step(
-    shape: GPTShape, tokens_per_step: int, causal_skip: bool = False, recompute: str = "none"
+    shape: GPTShape,
+    tokens_per_step: int,
+    causal_skip: bool = False,
+    recompute: str = "none",
+    scores_again: bool = False,
 ) -> float:
     """Matmul FLOPs that a step really executes on all devices together.
+
+    `scores_again`: attention's backward multiplies queries and keys again, instead of keeping s x s probabilities. So
+    does every attention here, but what cuDNN multiplies inside of itself is not counted.
 
     `recompute` is "none", "selective" (the attention products run again) or "full" (the forward of every layer runs
     again; the output layer is kept).
@@ -180,7 +194,8 @@ def executed_flops_per_step(
     again = {"none": 0.0, "selective": attention, "full": layers + attention}
     if recompute not in again:
         raise ValueError(f"recompute {recompute!r}: expected one of {', '.join(again)}")
-    return model_flops_per_step(shape, tokens_per_step, causal_skip) + again[recompute] * tokens_per_step
+    scores = attention / 2 if scores_again else 0.0
+    return model_flops_per_step(shape, tokens_per_step, causal_skip) + (again[recompute] + scores) * tokens_per_step
 
 
 def mfu(model_flops: float, step_seconds: float, num_devices: int, peak_flops: float) -> float:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmegatron.mesh import BATCH_AXES, batch_spec
+from jmegatron.context_parallel.layout import ContextParallel, own_tokens
+from jmegatron.mesh import batch_spec
 
 
 # ---- forms --------------------------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ class CompactBatch:
 def expand(batch: Batch | CompactBatch) -> Batch:
     """Returns the Batch that a compact one stands for, int32 and fp32; a Batch as it is. To be jitted.
 
-    Communication: none; `seq` is whole on every device, and the step's shard_map cuts it over cp.
+    Communication: none. Sequences are whole on every device, in their true order; `own_part` cuts them over cp.
     """
     if isinstance(batch, Batch):
         return batch
@@ -70,7 +71,7 @@ def expand(batch: Batch | CompactBatch) -> Batch:
 
 
 def batch_specs(batch: Batch) -> Batch:
-    """Returns the Batch of PartitionSpec that belongs to `batch`: batch over (dp, ep), sequence over cp."""
+    """Returns the Batch of PartitionSpec that belongs to `batch`: batch over (dp, ep), sequences whole."""
     return Batch(**_specs(batch))
 
 
@@ -80,16 +81,27 @@ def batch_shardings(batch: Batch, mesh: Mesh) -> Batch:
 
 
 def compact_shardings(batch: CompactBatch, mesh: Mesh) -> CompactBatch:
-    """Returns the CompactBatch of NamedSharding that belongs to `batch`: as of a Batch, the text's sequence whole."""
+    """Returns the CompactBatch of NamedSharding that belongs to `batch`, as of a Batch."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), CompactBatch(**_specs(batch)))
 
 
 def _specs(batch: Batch | CompactBatch) -> dict[str, PartitionSpec | None]:
     """Returns the spec of each field that `batch` has."""
     names = [field.name for field in dataclasses.fields(batch)]
-    rows = PartitionSpec(None, BATCH_AXES)  # also of the text: cp does not divide seq + 1
-    specs = {name: rows if name in ("text", "sample_ids") else batch_spec(None) for name in names}
-    return {name: None if getattr(batch, name) is None else spec for name, spec in specs.items()}
+    return {name: None if getattr(batch, name) is None else batch_spec(None) for name in names}
+
+
+def own_part(batch: Batch, context: ContextParallel) -> Batch:
+    """Returns a batch with this cp rank's tokens of each sequence, but whole segment_ids. Inside shard_map.
+
+    Labels belong to their tokens already, so that no rank needs another's. Communication: none.
+
+    Raises:
+      ValueError: the sequence cannot be cut.
+    """
+    cut = lambda x: None if x is None else own_tokens(x, context.axis, 2, context.order)  # noqa: E731
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    return dataclasses.replace(batch, **{name: cut(getattr(batch, name)) for name in names})
 
 
 # ---- placement ----------------------------------------------------------------------------------------------------

@@ -4,22 +4,24 @@ The one place where a configuration value reaches the model: layers, ops and mod
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 
-from jmegatron.config import Config, layer_split_of
+from jmegatron.config import Config, attention_window, cp_comm_types, layer_split_of
+from jmegatron.context_parallel.layout import WHOLE_SEQUENCE, CommType, ContextParallel
 from jmegatron.errors import ConfigError
 from jmegatron.layers.attention import AttentionSettings
 from jmegatron.layers.mlp import MLPSettings
-from jmegatron.mesh import PIPELINE_AXIS, TENSOR_AXIS
+from jmegatron.mesh import PIPELINE_AXIS, SEQUENCE_AXIS, TENSOR_AXIS
 from jmegatron.models.gpt import GPTSettings, PipelineParallel
 from jmegatron.models.transformer import LayerParallel, LayerSettings
 from jmegatron.ops.activations import is_gated
-from jmegatron.ops.attention import Backend, choose_backend
+from jmegatron.ops.attention import Backend, choose_backend, fused_obstacles
+from jmegatron.ops.rotary import RotaryScaling
 from jmegatron.optimizer.loss_scaler import LossScalerSettings
 from jmegatron.optimizer.optimizers import OptimizerSettings
-from jmegatron.optimizer.schedules import LearningRateSchedule, WeightDecaySchedule
+from jmegatron.optimizer.schedules import LearningRateSchedule, Position, WeightDecaySchedule
 from jmegatron.pipeline.layout import pipeline_layout
 from jmegatron.planner.formulas import GPTShape
 from jmegatron.training.stages import PipelineSettings
@@ -47,10 +49,21 @@ def loss_scaler_settings(config: Config) -> LossScalerSettings | None:
     )
 
 
-def tensor_parallel(config: Config) -> LayerParallel:
-    """Returns how layers are divided; sequence parallelism means nothing on one tp rank, as in the reference."""
-    ranks = config.parallel.tensor_model_parallel_size
-    return LayerParallel(TENSOR_AXIS, ranks, config.parallel.sequence_parallel and ranks > 1)
+def layer_parallel(config: Config) -> LayerParallel:
+    """Returns how layers are divided; sequence parallelism means nothing on one tp rank, as in the reference.
+
+    Layers that reach other ranks' tokens in different ways say so themselves (`GPTSettings.place_settings`).
+    """
+    parallel = config.parallel
+    ranks, context_ranks = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    return LayerParallel(
+        TENSOR_AXIS,
+        ranks,
+        parallel.sequence_parallel and ranks > 1,
+        ContextParallel(SEQUENCE_AXIS, context_ranks, cast(CommType, parallel.cp_comm_type[0]))
+        if context_ranks > 1
+        else WHOLE_SEQUENCE,
+    )
 
 
 def attention_backend(config: Config, platform: str) -> Backend:
@@ -59,19 +72,52 @@ def attention_backend(config: Config, platform: str) -> Backend:
     Raises:
       ConfigError: the one that was asked for cannot serve.
     """
-    model = config.model
-    assert model.kv_channels is not None, "the config is resolved"
     try:
-        return choose_backend(
-            config.hardware.attention_backend,
-            platform=platform,
-            dtype=jnp.dtype(compute_dtype(config)),
-            dropout=model.attention_dropout,
-            head_dim=model.kv_channels,
-            packed=config.data.reset_attention_mask,
-        )
+        return choose_backend(config.hardware.attention_backend, **_attention_facts(config, platform))
     except ValueError as error:
         raise ConfigError(f"hardware.{error}") from error
+
+
+def attention_line(config: Config, platform: str) -> str:
+    """Returns what the log says about the attention backend: which one runs, and why where that was left open.
+
+    Raises:
+      ConfigError: the one that was asked for cannot serve.
+    """
+    backend, requested = attention_backend(config, platform), config.hardware.attention_backend
+    if requested != "auto":
+        return f"attention: {backend} (as asked for)"
+    obstacles = fused_obstacles(**_attention_facts(config, platform))
+    return f"attention: {backend} (auto{'; not fused since ' if obstacles else ''}{', '.join(obstacles)})"
+
+
+def _attention_facts(config: Config, platform: str) -> dict[str, Any]:
+    model, parallel = config.model, config.parallel
+    return {
+        "platform": platform,
+        "dtype": jnp.dtype(compute_dtype(config)),
+        "dropout": model.attention_dropout,
+        "head_dim": model.kv_channels,
+        "packed": config.data.reset_attention_mask,
+        "window": attention_window(model),
+        "in_order": parallel.context_parallel_size == 1 or set(parallel.cp_comm_type) == {"a2a"},
+    }
+
+
+def _place_settings(config: Config, layer: LayerSettings) -> tuple[LayerSettings, ...]:
+    """Returns the settings of each place of a chunk where they differ, else none.
+
+    Layers may communicate in different ways, and some alone may be computed again.
+    """
+    training, types = config.training, set(config.parallel.cp_comm_type)
+    settings = [layer] * pipeline_layout(**dataclasses.asdict(layer_split_of(config))).layers_per_chunk
+    if config.parallel.context_parallel_size > 1 and len(types) > 1:
+        of = {t: dataclasses.replace(layer.attention, comm_type=cast(CommType, t)) for t in types}
+        settings = [dataclasses.replace(layer, attention=of[t]) for t in cp_comm_types(config)]
+    if training.recompute_method == "block":
+        plain = slice(training.recompute_num_layers, None)
+        settings[plain] = [dataclasses.replace(one, recompute=None) for one in settings[plain]]
+    return () if set(settings) == {layer} else tuple(settings)
 
 
 def gpt_settings(config: Config, platform: str) -> GPTSettings:
@@ -96,7 +142,9 @@ def gpt_settings(config: Config, platform: str) -> GPTSettings:
         rotary_interleaved=model.rotary_interleaved,
         dropout=model.attention_dropout,
         backend=attention_backend(config, platform),
+        window=attention_window(model),
     )
+    uniform = config.training.recompute_method == "uniform"
     layer = LayerSettings(
         attention=attention,
         mlp=MLPSettings(model.hidden_size, model.ffn_hidden_size, model.activation, not model.disable_bias_linear),
@@ -106,10 +154,12 @@ def gpt_settings(config: Config, platform: str) -> GPTSettings:
         hidden_dropout=model.hidden_dropout,
         recompute=config.training.recompute_granularity,
         recompute_mlp="mlp" in config.training.recompute_modules,
+        recompute_unit=(config.training.recompute_num_layers or 1) if uniform else 1,
     )
     return GPTSettings(
         num_layers=model.num_layers,
         layer=layer,
+        place_settings=_place_settings(config, layer),
         vocab_size=model.vocab_size,
         padded_vocab_size=model.padded_vocab_size,
         max_positions=model.max_position_embeddings,
@@ -117,6 +167,7 @@ def gpt_settings(config: Config, platform: str) -> GPTSettings:
         rotary_dim=int(model.kv_channels * model.rotary_percent),
         rotary_base=model.rotary_base,
         rotary_interpolation=model.rotary_seq_len_interpolation_factor or 1.0,
+        rotary_scaling=RotaryScaling(factor=model.rope_scaling_factor) if model.use_rope_scaling else None,
         tied=not model.untie_embeddings_and_output_weights,
         mask_padded_vocab=model.mask_padded_vocab,
         label_smoothing=config.training.label_smoothing,
@@ -124,11 +175,11 @@ def gpt_settings(config: Config, platform: str) -> GPTSettings:
     )
 
 
-def _updates(config: Config, length: str) -> float:
-    """Returns an option that is there in iterations and in samples, such as lr_decay, in (parts of) updates."""
+def _samples(config: Config, length: str) -> float:
+    """Returns an option that is there in iterations and in samples, such as lr_decay, in samples."""
     in_samples = config.training.train_samples is not None
     value = getattr(config.optimizer, f"{length}_{'samples' if in_samples else 'iters'}")
-    return value / _batch(config) if in_samples else float(value)
+    return float(value if in_samples else value * _batch(config))
 
 
 def _batch(config: Config) -> int:
@@ -136,49 +187,55 @@ def _batch(config: Config) -> int:
     return config.training.global_batch_size
 
 
-def learning_rate_schedule(config: Config) -> LearningRateSchedule:
-    """Returns the schedule; a warm-up fraction may end within an iteration, as in the reference."""
+def learning_rate_schedule(config: Config, position: Position = Position()) -> LearningRateSchedule:
+    """Returns the schedule of a run that starts at `position`.
+
+    A warm-up fraction may end within an iteration, as in the reference.
+    """
     optimizer = config.optimizer
-    decay = _updates(config, "lr_decay")
+    decay = _samples(config, "lr_decay")
     fraction, wsd = optimizer.lr_warmup_fraction, optimizer.lr_decay_style == "WSD"
     return LearningRateSchedule(
         style=optimizer.lr_decay_style,
         peak=optimizer.lr,
         minimum=optimizer.min_lr,
-        warmup=_updates(config, "lr_warmup") if fraction is None else fraction * decay,
+        warmup=_samples(config, "lr_warmup") if fraction is None else fraction * decay,
         decay=decay,
         warmup_start=optimizer.lr_warmup_init,
         wsd_style=optimizer.lr_wsd_decay_style,
-        wsd_decay=_updates(config, "lr_wsd_decay") if wsd else None,
+        wsd_decay=_samples(config, "lr_wsd_decay") if wsd else None,
         samples_per_update=_batch(config),
+        position=position,
     )
 
 
-def decoupled_schedule(config: Config) -> LearningRateSchedule | None:
+def decoupled_schedule(config: Config, position: Position = Position()) -> LearningRateSchedule | None:
     """Returns the schedule of word embedding and output layer, None where it is that of all."""
     rate, minimum = config.optimizer.decoupled_lr, config.optimizer.decoupled_min_lr
     if rate is None:
         return None
-    common = learning_rate_schedule(config)
+    common = learning_rate_schedule(config, position)
     return dataclasses.replace(common, peak=rate, minimum=common.minimum if minimum is None else minimum)
 
 
-def weight_decay_schedule(config: Config) -> WeightDecaySchedule:
+def weight_decay_schedule(config: Config, position: Position = Position()) -> WeightDecaySchedule:
     """Returns the schedule of weight decay; it grows over the whole run, whatever the learning rate does."""
     optimizer, training = config.optimizer, config.training
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
-    run = training.train_iters if training.train_samples is None else training.train_samples / _batch(config)
-    assert run is not None, "the config is resolved"
+    assert training.train_iters is not None, "the config is resolved"
+    samples = training.train_iters * _batch(config) if training.train_samples is None else training.train_samples
     return WeightDecaySchedule(
         style=optimizer.weight_decay_incr_style,
         start=optimizer.weight_decay if start is None else start,
         end=optimizer.weight_decay if end is None else end,
-        steps=float(run),
+        steps=float(samples),
+        samples_per_update=_batch(config),
+        position=position,
     )
 
 
-def optimizer_settings(config: Config) -> OptimizerSettings:
-    """Returns the numbers of the optimizer."""
+def optimizer_settings(config: Config, position: Position = Position()) -> OptimizerSettings:
+    """Returns the numbers of the optimizer of a run that starts at `position`."""
     optimizer = config.optimizer
     return OptimizerSettings(
         name=optimizer.optimizer,
@@ -190,7 +247,7 @@ def optimizer_settings(config: Config) -> OptimizerSettings:
         lion_beta2=optimizer.lion_beta2,
         muon_momentum=optimizer.muon_momentum,
         muon_scale=optimizer.muon_extra_scale_factor,
-        weight_decay=weight_decay_schedule(config),
+        weight_decay=weight_decay_schedule(config, position),
         clip_grad=optimizer.clip_grad,
     )
 
@@ -214,16 +271,16 @@ def pipeline_settings(config: Config) -> PipelineSettings:
     )
 
 
-def step_settings(config: Config, platform: str) -> StepSettings:
-    """Returns what a training step needs to know.
+def step_settings(config: Config, platform: str, position: Position = Position()) -> StepSettings:
+    """Returns what a training step needs to know, in a run whose schedules start at `position`.
 
     Raises:
       ConfigError: the attention backend that was asked for cannot serve, or the layers do not fit the stages.
     """
     return StepSettings(
         model=gpt_settings(config, platform),
-        parallel=tensor_parallel(config),
-        optimizer=optimizer_settings(config),
+        parallel=layer_parallel(config),
+        optimizer=optimizer_settings(config, position),
         compute_dtype=compute_dtype(config),
         per_token=config.optimizer.calculate_per_token_loss,
         pipeline=pipeline_settings(config),
@@ -231,6 +288,7 @@ def step_settings(config: Config, platform: str) -> StepSettings:
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         overlap_param_gather=config.parallel.overlap_param_gather,
         scaler=loss_scaler_settings(config),
+        check_gradients=config.training.check_for_nan_in_loss_and_grad,
     )
 
 
@@ -256,4 +314,5 @@ def formula_shape(config: Config) -> GPTShape:
         tied=not model.untie_embeddings_and_output_weights,
         num_positions=model.max_position_embeddings if learned else 0,
         qk_norm=model.qk_layernorm,
+        window=attention_window(model),
     )

@@ -7,6 +7,7 @@ import jax
 
 from jmegatron.data.gpt_dataset import Sources
 from jmegatron.data.loader import build_global_batch
+from jmegatron.training.job import SLOW_MINUTES, Job
 from jmegatron.training.program import Program
 from jmegatron.training.step import make_eval_step
 
@@ -17,8 +18,9 @@ class Evaluator:
     (The reference walks on through the validation samples instead.) The training state is only read.
     """
 
-    def __init__(self, program: Program, sources: Sources):
-        self._program = program
+    def __init__(self, program: Program, sources: Sources, job: Job | None = None):
+        self._program, self._job = program, job or Job()
+        self._minutes: float | None = SLOW_MINUTES  # the first batch is compiled for
         self._sources = {"valid": sources[1], "test": sources[2]}
         # Without smoothing: the plain cross-entropy is what compares between runs, and what a perplexity is of.
         model = dataclasses.replace(program.settings.model, label_smoothing=0.0)
@@ -37,9 +39,16 @@ class Evaluator:
         assert size is not None
         assert source is not None
         rows = self._program.placer.rows
-        sums = [
-            self._step(parameters, self._program.put(build_global_batch(source, i * size, size, rows=rows)))
-            for i in range(training.eval_iters)
-        ]
-        loss = sum(float(s["loss_sum"]) for s in sums)
-        return loss / max(sum(float(s["num_tokens"]) for s in sums), 1.0)
+        losses, tokens = [], []
+        sums = []
+        for i in range(training.eval_iters):
+            self._job.watch(f"evaluation on the {split} split, batch {i + 1}", self._minutes)
+            sums.append(
+                self._step(parameters, self._program.put(build_global_batch(source, i * size, size, rows=rows)))
+            )
+        for i, s in enumerate(sums):
+            self._job.watch(f"evaluation on the {split} split, result {i + 1}", self._minutes)
+            losses.append(float(s["loss_sum"]))
+            tokens.append(float(s["num_tokens"]))
+            self._minutes = None
+        return sum(losses) / max(sum(tokens), 1.0)

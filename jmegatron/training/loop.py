@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jmegatron import partition
 from jmegatron.checkpoint.manager import CheckpointFolder
@@ -20,11 +21,15 @@ from jmegatron.config import Config
 from jmegatron.data.gpt_dataset import Sources
 from jmegatron.data.loader import GlobalBatchLoader
 from jmegatron.errors import TrainingError
+from jmegatron.mesh import rank_coordinates
+from jmegatron.optimizer.schedules import Position
 from jmegatron.planner import cards, formulas
 from jmegatron.training import startup
+from jmegatron.training.agreement import agree, data_facts, program_digest
 from jmegatron.training.batches import CompactBatch
 from jmegatron.training.build import formula_shape
 from jmegatron.training.evaluation import Evaluator
+from jmegatron.training.job import SLOW_MINUTES, Job
 from jmegatron.training.profile import Profile
 from jmegatron.training.program import Program, build_program, resolve_for_run
 from jmegatron.training.replicas import ReplicaCheck
@@ -36,39 +41,57 @@ from jmegatron.training.resume import (
     find_checkpoint,
     keep_padding,
     load_state,
+    schedule_position,
 )
 from jmegatron.training.samples import build_data
 from jmegatron.training.state import TrainState
+from jmegatron.training.straggler import StragglerLog
 
 STEPS_AHEAD = 2
 """Steps that may be queued on the devices while the host goes on."""
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------
-def run(config: Config, devices: list[Any] | None = None) -> None:
+def run(config: Config, devices: list[Any] | None = None, job: Job | None = None) -> None:
     """Trains as the options say on the devices (default: all that JAX finds); returns when done.
+
+    Args:
+      config: the options.
+      devices: of all processes.
+      job: the processes; default: this one alone.
 
     Raises:
       UsageError: something the user can put right (exit status 2).
     """
+    job = job or Job()
     startup.check_outputs(config)
     startup.configure_devices(config)
+    job.watch("finding the devices")
     devices = devices or jax.devices()
+    if job.count != jax.process_count():
+        raise ValueError(f"run: the job has {job.count} processes, jax.distributed {jax.process_count()}; see `join`")
     resume = find_checkpoint(config.checkpoint, _say_first)
     config, tokenizer = resolve_for_run(keep_padding(config, resume) if resume else config, len(devices))
     if resume:
         check_same_model(config, resume)
     check_save_folder(config.checkpoint.save, resume.step if resume else 0)
     _say_first("preparing the data ...")
+    job.watch("preparing the data", SLOW_MINUTES)
     sources = build_data(config, tokenizer, resume)
+    if job.store is not None:
+        agree(job, "data", data_facts(jax.local_devices(), sources, resume.step if resume else None))
     cache = startup.configure_compilation_cache(config)
-    program = build_program(config, devices)
+    program = build_program(config, devices, resume.position if resume else Position())
     schedule = program.settings.pipeline.build(program.num_microbatches)
     for line in startup.startup_lines(config, program.mesh, program.specs, cache) + startup.pipeline_lines(schedule):
         _say_first(line)
+    if config.logging.log_ranks:
+        for line in startup.rank_lines(program.mesh, job.hosts):
+            _say_first(line)
     startup.check_memory(program.specs, config, program.mesh)
+    job.watch("making the state", SLOW_MINUTES)
     state = load_state(program, resume, _say_first) if resume else program.init()
-    Trainer(program, state, resume.consumed_samples if resume else 0, sources).run()
+    Trainer(program, state, resume.consumed_samples if resume else 0, sources, job).run()
 
 
 def _say_first(text: str) -> None:
@@ -76,11 +99,17 @@ def _say_first(text: str) -> None:
         print(text, flush=True)
 
 
-def _compile(program: Program, state: TrainState, batch: CompactBatch, key: Any) -> Any:
+def _compile(program: Program, state: TrainState, batch: CompactBatch, key: Any, job: Job) -> Any:
     _say_first("compiling the training step ...")
     start = time.perf_counter()
-    compiled = program.train_step().lower(state, batch, key).compile()
+    lowered = program.train_step().lower(state, batch, key)
+    if job.store is not None:
+        digest = program_digest(lowered.as_text())
+        agree(job, "program", {"digest of the training step": digest}, TrainingError)
+    job.watch("compiling the training step", SLOW_MINUTES)
+    compiled = lowered.compile()
     _say_first(startup.compiled_line(compiled, time.perf_counter() - start))
+    job.meet("compiled", SLOW_MINUTES)  # so that the first step's time is that of a step
     return compiled
 
 
@@ -111,9 +140,10 @@ class Trainer:
       state: where training starts.
       consumed_samples: samples used up before.
       sources: training, validation and test samples.
+      job: the processes.
     """
 
-    def __init__(self, program: Program, state: TrainState, consumed_samples: int, sources: Sources):
+    def __init__(self, program: Program, state: TrainState, consumed_samples: int, sources: Sources, job: Job):
         config = program.config
         assert config.training.global_batch_size is not None and config.training.train_iters is not None
         self.program, self.state, self.consumed_samples = program, state, consumed_samples
@@ -130,7 +160,9 @@ class Trainer:
             active=jax.process_index() == 0,
         )
         self._folder = CheckpointFolder(config.checkpoint.save, option="save") if config.checkpoint.save else None
-        self._evaluate = Evaluator(program, sources)
+        self._job = job
+        self._evaluate = Evaluator(program, sources, job)
+        self._straggler = StragglerLog(job, wanted=config.logging.log_straggler)
         self._check_replicas = ReplicaCheck(program.mesh, program.state_shardings)
         self._profile = Profile(config)
         self._clock = _Clock()
@@ -138,20 +170,27 @@ class Trainer:
         self._num_nan = 0
 
     def run(self) -> None:
-        """Trains to the last step, or to --exit-interval."""
+        """Trains to the last step, or to where the options or a signal say."""
         try:
             with self._reporter:
                 if self._first >= self._last:
                     self._say(f"nothing to do: step {self._first} of {self._last} is already reached")
-                    return
-                if self._profile.misses(self._first + 1, self._last):
+                elif self._profile.misses(self._first + 1, self._last):
                     self._say(f"--profile: its steps are not among {self._first + 1} .. {self._last}: no trace")
-                if self._steps() == self._last and self._evaluate.has("test"):
+                if self._first < self._last and self._steps() == self._last and self._evaluate.has("test"):
                     self._report_evaluation(self._last, "test")
-        finally:
-            self._profile.stop()
-            if self._folder is not None:
-                self._folder.close()
+        except BaseException:
+            if self._job.count == 1:  # others may never come to where a save is finished
+                self._close()
+            raise
+        self._close()
+
+    def _close(self) -> None:
+        self._profile.stop()
+        if self._folder is not None:
+            self._job.watch("finishing the last checkpoint", SLOW_MINUTES)
+            self._folder.close()
+        self._job.watch(None)
 
     def _say(self, text: str) -> None:
         self._reporter.say(text)
@@ -161,13 +200,19 @@ class Trainer:
         key = self.program.dropout_key()
         with self._loader() as loader:
             first = next(loader)
-            train_step = _compile(self.program, self.state, first, key)
+            train_step = _compile(self.program, self.state, first, key, self._job)
             batches = itertools.chain([first], loader)
             del first
+            self._job.train(self._first, self.program.config.training.exit_duration_in_mins)
             self._clock.read()
+            self._straggler.reset()
             for step in range(self._first + 1, self._last + 1):
+                self._job.watch(f"step {step}")
                 self._profile.before(step)
-                self.state, metrics = train_step(self.state, next(batches), key)
+                batch = next(batches)
+                with self._straggler.waiting(1):
+                    self.state, metrics = train_step(self.state, batch, key)
+                del batch
                 self.consumed_samples += self._batch_size
                 self._profile.after(step, metrics)
                 self._in_flight.append((step, metrics))
@@ -184,7 +229,8 @@ class Trainer:
         """
         while len(self._in_flight) > may_run:
             step, metrics = self._in_flight.popleft()
-            loss = float(metrics["loss"])
+            with self._straggler.waiting():
+                loss = float(metrics["loss"])
             self._num_nan += not math.isfinite(loss)
             if self.program.config.training.check_for_nan_in_loss_and_grad:
                 check_finite(self.program, step, loss, metrics)
@@ -210,25 +256,37 @@ class Trainer:
             self._wait(0)
             report = step_report(self.program, step, metrics, self.consumed_samples, self._clock.read())
             self._reporter.step(report, self._num_nan)
-        leave = _is_due(step, config.training.exit_interval)
+            slow = self._straggler.report(step, report.step_time_s)
+            if slow is not None:
+                self._say(slow)
+        reason = self._job.stops_after(step)
+        if _is_due(step, config.training.exit_interval):
+            reason = f"--exit-interval {config.training.exit_interval}"
+        leave = reason is not None
         evaluating = self._evaluate.has("valid") and (last or _is_due(step, config.training.eval_interval))
         saving = leave or last or _is_due(step, config.checkpoint.save_interval)
         comparing = _is_due(step, config.training.check_weight_hash_across_dp_replicas_interval)
         if evaluating or saving or comparing:
             self._wait(0)  # queued steps are no pause
         start = time.perf_counter()
-        if comparing:
-            self._check_replicas(step, self.state)
-        if evaluating:
-            self._report_evaluation(step, "valid")
-        if saving and self._folder is not None:
-            state = self.program.to_canonical(self.state)
-            self._folder.save(step, state, checkpoint_meta(config, step, self.consumed_samples))
-            self._say(f"saving checkpoint at iteration {step} to {config.checkpoint.save}")
+        with self._straggler.waiting():
+            if comparing:
+                self._check_replicas(step, self.state)
+            if evaluating:
+                self._report_evaluation(step, "valid")
+            if saving and self._folder is not None:
+                self._save(self._folder, step)
         self._clock.pause(time.perf_counter() - start)
         if leave:
-            self._say(f"exiting at iteration {step} (--exit-interval {config.training.exit_interval})")
+            self._say(f"exiting at iteration {step} ({reason})")
         return leave
+
+    def _save(self, folder: CheckpointFolder, step: int) -> None:
+        self._job.watch(f"saving step {step}", SLOW_MINUTES)
+        position = schedule_position(self.program, self.state)
+        meta = checkpoint_meta(self.program.config, step, self.consumed_samples, position)
+        folder.save(step, self.program.to_canonical(self.state), meta)
+        self._say(f"saving checkpoint at iteration {step} to {self.program.config.checkpoint.save}")
 
     def _report_evaluation(self, step: int, split: str) -> None:
         self._reporter.evaluation(step, split, self._evaluate(self.state.parameters, split))
@@ -242,22 +300,43 @@ def check_finite(program: Program, step: int, loss: float, metrics: Any) -> None
     """Checks the loss and every gradient of a step.
 
     Raises:
-      TrainingError: one is not finite; the message names the step, the first such gradient and the data-parallel ranks.
+      TrainingError: one is not finite; the message names the step, the data-parallel ranks whose loss is not, the first
+        such gradient, and the first rank whose own is not.
     """
     if math.isfinite(loss) and np.isfinite(float(metrics["grad_norm"])):
         return
-    found = [f"loss {loss}"] if not math.isfinite(loss) else []
-    paths = [path for path, _ in partition.named_specs(program.specs)]
-    bad = np.flatnonzero(~np.isfinite(np.asarray(metrics["leaf_norms"])))
-    if len(bad):
-        found.append(f"gradient of {paths[bad[0]]}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else ""))
-    ranks = np.flatnonzero(~np.isfinite(np.asarray(metrics["rank_loss_sums"])))
-    where = f"on data-parallel ranks {', '.join(map(str, ranks))}" if len(ranks) else "with a finite loss on every rank"
+    found = []
+    if not math.isfinite(loss):
+        ranks = np.flatnonzero(~np.isfinite(_of_all_ranks(metrics["rank_loss_sums"])))
+        found.append(f"loss {loss} (data-parallel ranks {', '.join(map(str, ranks))})")
+    leaves = np.flatnonzero(~np.isfinite(np.asarray(metrics["leaf_norms"])))
+    if len(leaves):
+        path, _ = partition.named_specs(program.specs)[leaves[0]]
+        found.append(f"gradient of {path}{_and_more(len(leaves))}")
+        found[-1] += _origin(program.mesh, ~_of_all_ranks(metrics["finite_gradients"])[:, leaves[0]])
     raise TrainingError(
-        f"step {step}: not finite: {', '.join(found) or 'the gradient norm'}, {where}; fix: a lower --lr or a longer"
-        " warm-up, --bf16 instead of --fp16, or look at the data of this step; --no-check-for-nan-in-loss-and-grad goes"
-        " on regardless"
+        f"step {step}: not finite: {', '.join(found) or 'the gradient norm'}; fix: a lower --lr or a longer warm-up,"
+        " --bf16 instead of --fp16, or look at the data of this step; --no-check-for-nan-in-loss-and-grad goes on"
+        " regardless"
     )
+
+
+def _of_all_ranks(values: Any) -> np.ndarray:
+    """Returns values that lie on the ranks; every process must ask, and does, since all see the same loss and norm."""
+    return np.asarray(values if jax.process_count() == 1 else multihost_utils.process_allgather(values, tiled=True))
+
+
+def _and_more(count: int) -> str:
+    return f" and {count - 1} more" if count > 1 else ""
+
+
+def _origin(mesh: Any, bad: np.ndarray) -> str:
+    """Returns where a gradient that is bad on the marked ranks comes from."""
+    ranks = np.flatnonzero(bad).tolist()
+    if not ranks:
+        return ", finite on every rank: their sum or its norm is not"
+    where = ", ".join(f"{axis} {rank}" for axis, rank in rank_coordinates(mesh, ranks[0]).items())
+    return f", on rank {ranks[0]} ({where}){_and_more(len(ranks))}"
 
 
 def step_report(program: Program, step: int, metrics: Any, consumed_samples: int, seconds: float) -> StepReport:

@@ -9,13 +9,14 @@ from jmegatron.training import startup
 
 
 class Profile:
-    """Records a JAX trace of the steps [profile_step_start, profile_step_end)."""
+    """Records a JAX trace of the steps [profile_step_start, profile_step_end) in process 0."""
 
     def __init__(self, config: Config):
         logging = config.logging
         self._folder = startup.profile_dir(config)
         self._first, self._end = logging.profile_step_start, logging.profile_step_end
-        self._wanted, self._running = logging.profile, False
+        # Traces of processes on one machine would overwrite one another.
+        self._wanted, self._running = logging.profile and jax.process_index() == 0, False
 
     def misses(self, first: int, last: int) -> bool:
         """Returns whether a trace is wanted of which no step lies in first .. last."""

@@ -16,8 +16,9 @@ from jmegatron.config import Config, resolve, validate_for_devices
 from jmegatron.data.indexed_dataset import best_dtype
 from jmegatron.data.sampler import CyclicOrder, SampleOrder, SequentialOrder
 from jmegatron.data.tokenizers import build_tokenizer, tokenizer_settings
-from jmegatron.mesh import PIPELINE_AXIS, build_mesh
+from jmegatron.mesh import PIPELINE_AXIS, SEQUENCE_AXIS, build_mesh
 from jmegatron.optimizer.optimizers import build_optimizer, map_parameters
+from jmegatron.optimizer.schedules import LearningRateSchedule, Position
 from jmegatron.training.batches import BatchPlacer, CompactBatch, compact_shardings
 from jmegatron.training.build import decoupled_schedule, learning_rate_schedule, step_settings
 from jmegatron.training.state import TrainState, init_state, train_state_shardings
@@ -32,6 +33,7 @@ class Program:
     mesh: Mesh
     settings: StepSettings
     specs: Any
+    schedule: LearningRateSchedule
     optimizer: Any
     state_shardings: TrainState
 
@@ -115,7 +117,7 @@ class Program:
 
     def train_step(self) -> Any:
         """Returns the jitted, donated training step."""
-        step = make_train_step(self.settings, self.mesh, self.optimizer, learning_rate_schedule(self.config))
+        step = make_train_step(self.settings, self.mesh, self.optimizer, self.schedule)
         return jax.jit(
             step,
             donate_argnums=0,
@@ -173,9 +175,10 @@ class Program:
         return CyclicOrder(num_samples, self.config.training.micro_batch_size, data_ranks, sharded)
 
 
-# Both let a pipeline's permutes run beside whole loops over layers: the first pass would move a permute to another tick
-# of the loop, and the limit counts the collectives inside the loop that the permute is to overlap.
-_PIPELINE_OPTIONS: dict[str, Any] = {
+# Both let permutes run beside compute. A pipeline's run beside whole loops over layers: the first pass would move a
+# permute to another tick of the loop, and the limit counts the collectives inside the loop that the permute is to
+# overlap. In the backward of context parallelism two permutes run beside the same attention kernel.
+_PERMUTE_OPTIONS: dict[str, Any] = {
     "xla_disable_hlo_passes": "collective-permute-motion",
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
@@ -184,7 +187,8 @@ _PIPELINE_OPTIONS: dict[str, Any] = {
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """Returns the XLA options that a step on the mesh needs."""
     on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
-    return dict(_PIPELINE_OPTIONS) if on_gpu and mesh.shape[PIPELINE_AXIS] > 1 else {}
+    permutes = mesh.shape[PIPELINE_AXIS] > 1 or mesh.shape[SEQUENCE_AXIS] > 1
+    return dict(_PERMUTE_OPTIONS) if on_gpu and permutes else {}
 
 
 def state_shardings(settings: StepSettings, specs: Any, optimizer: Any, mesh: Mesh) -> TrainState:
@@ -200,8 +204,13 @@ def state_shardings(settings: StepSettings, specs: Any, optimizer: Any, mesh: Me
     )
 
 
-def build_program(config: Config, devices: list[Any]) -> Program:
+def build_program(config: Config, devices: list[Any], position: Position = Position()) -> Program:
     """Returns the program of a resolved config on the devices; compiles nothing.
+
+    Args:
+      config: resolved.
+      devices: as many as the mesh has.
+      position: where the schedules start, in a run that goes on from a checkpoint.
 
     Raises:
       ConfigError: the options do not fit together or the devices.
@@ -216,11 +225,11 @@ def build_program(config: Config, devices: list[Any]) -> Program:
         cp=parallel.context_parallel_size,
         tp=parallel.tensor_model_parallel_size,
     )
-    settings = step_settings(config, devices[0].platform)
-    specs = settings.specs
-    optimizer = build_optimizer(settings.optimizer, learning_rate_schedule(config), specs, decoupled_schedule(config))
+    settings = step_settings(config, devices[0].platform, position)
+    specs, schedule = settings.specs, learning_rate_schedule(config, position)
+    optimizer = build_optimizer(settings.optimizer, schedule, specs, decoupled_schedule(config, position))
     shardings = state_shardings(settings, specs, optimizer, mesh)
-    program = Program(config, mesh, settings, specs, optimizer, shardings)
+    program = Program(config, mesh, settings, specs, schedule, optimizer, shardings)
     settings.pipeline.build(program.num_microbatches)
     return program
 

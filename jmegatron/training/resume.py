@@ -10,6 +10,8 @@ from typing import Any
 from jmegatron.checkpoint.manager import CheckpointFolder
 from jmegatron.config import CheckpointConfig, Config, config_from_yaml, padded_vocab_size, to_yaml, validate
 from jmegatron.errors import ConfigError, UsageError
+from jmegatron.optimizer.optimizers import num_updates
+from jmegatron.optimizer.schedules import Position
 from jmegatron.training import startup
 from jmegatron.training.program import Program
 from jmegatron.training.state import TrainState
@@ -25,6 +27,8 @@ class Resume:
     path: str
     step: int
     consumed_samples: int
+    position: Position
+    """Of the schedules."""
     saved: Config
     """Resolved options of the run that saved it."""
 
@@ -52,7 +56,7 @@ def find_checkpoint(config: CheckpointConfig, say: Say) -> Resume | None:
             return None
         meta = folder.read_meta(step)
     saved = config_from_yaml(meta["config"], where=f"checkpoint {path}")
-    return Resume(path, step, int(meta["consumed_samples"]), saved)
+    return Resume(path, step, meta["consumed_samples"], Position(**meta["schedule_position"]), saved)
 
 
 def load_state(program: Program, resume: Resume, say: Say) -> TrainState:
@@ -147,11 +151,18 @@ def check_same_model(config: Config, resume: Resume) -> None:
             )
 
 
-def checkpoint_meta(config: Config, step: int, consumed: int) -> dict[str, Any]:
+def schedule_position(program: Program, state: TrainState) -> Position:
+    """Returns where the schedules stand; waits for the state."""
+    schedule = program.schedule
+    return schedule.position.after(int(num_updates(state.optimizer)), schedule.samples_per_update)
+
+
+def checkpoint_meta(config: Config, step: int, consumed: int, position: Position) -> dict[str, Any]:
     """Returns the JSON that a checkpoint carries beside its arrays."""
     return {
         "step": step,
         "consumed_samples": consumed,
+        "schedule_position": dataclasses.asdict(position),
         "config": to_yaml(config),
         "versions": startup.versions(),
     }

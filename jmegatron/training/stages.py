@@ -20,10 +20,10 @@ from jmegatron.models.gpt import (
     gpt_output_loss,
     output_parameters,
 )
-from jmegatron.models.transformer import LayerParallel
+from jmegatron.models.transformer import LayerParallel, SettingRun, setting_runs
 from jmegatron.partition import Tree
 from jmegatron.pipeline.schedule import Schedule, build_schedule
-from jmegatron.pipeline.stage import PipelineModel
+from jmegatron.pipeline.stage import LayerRun, PipelineModel
 
 Microbatch = tuple[Tokens, Any]
 
@@ -74,16 +74,21 @@ def gpt_pipeline_model(
         objective, losses = gpt_output_loss(parameters, y, tokens, settings, parallel, pipeline)
         return objective, {"loss_sum": (losses * mask).sum(), "num_tokens": mask.sum()}
 
+    def layer_run(run: SettingRun) -> LayerRun:
+        layer = lambda parameters, x, context, number: gpt_layer(  # noqa: E731
+            parameters, x, context, number, run.settings, parallel, pipeline
+        )
+        return LayerRun(layer, run.num_layers, run.layers_per_unit)
+
     places = pipeline.places or (tuple(range(settings.num_layers)),)
+    num_places = len(places[0]) // pipeline.num_stages
     return PipelineModel(
         embed=lambda parameters, one: gpt_embed(
             parameters, one[0], settings, parallel, pipeline, dropout_key=dropout_key
         ),
-        layer=lambda parameters, x, context, number: gpt_layer(
-            parameters, x, context, number, settings, parallel, pipeline
-        ),
+        runs=tuple(layer_run(run) for run in setting_runs(settings.settings_at(num_places))),
         loss=loss,
-        context=lambda one: gpt_context(one[0], settings, dropout_key),
+        context=lambda one: gpt_context(one[0], settings, parallel, dropout_key),
         embed_parameters=embed_parameters,
         layers="layers",
         loss_parameters=lambda parameters: output_parameters(parameters, settings),

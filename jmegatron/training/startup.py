@@ -1,10 +1,12 @@
 """Before the first step: devices, caches, paths, and what the start-up log says. No communication."""
 
+import collections
 import dataclasses
 import importlib.metadata
 import os
 import platform
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,10 @@ import jmegatron
 from jmegatron import partition
 from jmegatron.config import Config
 from jmegatron.errors import UsageError
-from jmegatron.mesh import DATA_AXES
+from jmegatron.mesh import AXES, DATA_AXES, rank_coordinates
 from jmegatron.pipeline.schedule import Schedule, simulate
 from jmegatron.planner import cards, formulas
-from jmegatron.training.build import compute_dtype, formula_shape
+from jmegatron.training.build import attention_line, compute_dtype, formula_shape
 from jmegatron.training.report import import_wandb, open_for_append, unwritable
 
 MIB = 2**20
@@ -118,7 +120,7 @@ def versions() -> dict[str, str]:
 
 
 def startup_lines(config: Config, mesh: Mesh, specs: Any, cache: str) -> list[str]:
-    """Returns the start-up log: versions, devices, flags, mesh, parameters and memory by part."""
+    """Returns the start-up log: versions, devices, flags, mesh, attention, parameters and memory by part."""
     devices = mesh.devices.flatten()
     lines = [
         "versions: " + ", ".join(f"{name} {version}" for name, version in versions().items()),
@@ -129,9 +131,27 @@ def startup_lines(config: Config, mesh: Mesh, specs: Any, cache: str) -> list[st
         + ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         + (", sequence parallel" if config.parallel.sequence_parallel and mesh.shape["tp"] > 1 else ""),
     ]
+    lines.append(attention_line(config, devices[0].platform))
     lines += [f"ignored: {flag} ({reason})" for flag, reason in config.ignored_flags]
     lines += _parameter_lines(config, specs) + _memory_lines(config, mesh, specs)
     return [*lines, _flops_line(config, devices[0].device_kind), _evaluation_line(config)]
+
+
+def rank_lines(mesh: Mesh, hosts: Sequence[str]) -> list[str]:
+    """Returns the table of `--log-ranks`: who holds which place of the mesh.
+
+    Args:
+      mesh: the mesh.
+      hosts: name of each process's machine.
+    """
+    lines = ["  rank " + " ".join(f"{axis:>4}" for axis in AXES) + "  process  device  host"]
+    before: collections.Counter[int] = collections.Counter()
+    for rank, device in enumerate(mesh.devices.flat):
+        places = " ".join(f"{place:4d}" for place in rank_coordinates(mesh, rank).values())
+        process = device.process_index
+        lines.append(f"{rank:6d} {places}  {process:7d}  {before[process]:6d}  {hosts[process]}")
+        before[process] += 1
+    return lines
 
 
 def _parameter_lines(config: Config, specs: Any) -> list[str]:
@@ -185,7 +205,7 @@ def check_memory(specs: Any, config: Config, mesh: Mesh) -> None:
     Raises:
       UsageError: it does.
     """
-    device = mesh.devices.flat[0]
+    device = mesh.local_devices[0]
     need = sum(state_bytes(config, mesh, specs).values())
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None and device.platform == "cpu":
@@ -205,13 +225,15 @@ def _flops_line(config: Config, device_kind: str) -> str:
     training = config.training
     assert training.global_batch_size is not None
     tokens = training.global_batch_size * config.model.seq_length
-    flops = formulas.model_flops_per_step(formula_shape(config), tokens, causal_skip=True)
+    shape = formula_shape(config)
+    flops = formulas.model_flops_per_step(shape, tokens, causal_skip=True)
+    seen = "as half" if shape.window is None else f"inside its window of {shape.window + 1} tokens"
     card = cards.card_of_device_kind(device_kind)
     peak = f"not reported: no peak known for {device_kind}"
     if card is not None:
         peak = f"against {card.peak_bf16_flops / 1e12:,.0f} TFLOP/s dense bf16 a device ({card.name})"
     return (
-        f"FLOPs: {flops:.4g} a step ({tokens:,} tokens): 3 x forward matmuls, causal attention counted as half, output"
+        f"FLOPs: {flops:.4g} a step ({tokens:,} tokens): 3 x forward matmuls, causal attention counted {seen}, output"
         f" layer with padding included, recompute not; MFU {peak}"
     )
 

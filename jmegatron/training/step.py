@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Key
+from jaxtyping import Array, Bool, Key
 
 from jmegatron import partition
 from jmegatron.collectives import axis_size, gather_from, gather_sequence, reduce_scatter_to, sum_over, vary
-from jmegatron.mesh import DATA_AXES
+from jmegatron.mesh import AXES, DATA_AXES
 from jmegatron.models.gpt import GPTSettings, Tokens, gpt_specs
 from jmegatron.models.transformer import LayerParallel
 from jmegatron.optimizer import loss_scaler
@@ -35,7 +35,7 @@ from jmegatron.optimizer.loss_scaler import LossScalerSettings
 from jmegatron.optimizer.optimizers import OptimizerSettings, clip_by_norm, squared_norms
 from jmegatron.partition import Tree
 from jmegatron.pipeline.executor import run_forward, run_pipeline
-from jmegatron.training.batches import Batch, CompactBatch, batch_specs, expand
+from jmegatron.training.batches import Batch, CompactBatch, batch_specs, expand, own_part
 from jmegatron.training.stages import PipelineSettings, gpt_pipeline_model
 from jmegatron.training.state import TrainState
 
@@ -61,6 +61,8 @@ class StepSettings:
     the first micro-batch. Needs the distributed optimizer."""
     scaler: LossScalerSettings | None = None
     """How the loss is scaled; a step whose gradients are not finite is skipped then."""
+    check_gradients: bool = False
+    """Also report which of each rank's own gradients, before any reduction, are finite."""
 
     @property
     def specs(self) -> Tree:
@@ -93,7 +95,7 @@ class GradientLayout:
     """
 
     def __init__(self, settings: StepSettings, mesh_shape: Mapping[str, int]):
-        self.specs = settings.specs
+        self.specs, self._check = settings.specs, settings.check_gradients
         keep = lambda s: (s.spec, None)  # noqa: E731
         divide = lambda s: partition.data_sharded(s, DATA_AXES, mesh_shape)  # noqa: E731
         self._layout = partition.map_specs(divide if settings.distributed_optimizer else keep, self.specs)
@@ -103,36 +105,52 @@ class GradientLayout:
         """The PartitionSpec of each reduced gradient."""
         return partition.map_specs(lambda s, layout: layout[0], self.specs, self._layout)
 
-    def reduce(self, gradients: Tree, *, but: str | None = None) -> Tree:
-        """Returns the reduced gradients.
+    def reduce(self, gradients: Tree, *, but: str | None = None) -> tuple[Tree, Bool[Array, "1 leaves"] | None]:
+        """Returns (reduced gradients, whether each of this rank's own was finite if that is to be checked).
 
         Communication, inside shard_map: parts are summed over their axes first (few, small), then everything over the
         data axes: one all-reduce of what stays whole, a reduce-scatter of each leaf that is divided.
 
         Args:
           gradients: like the parameters.
-          but: key of a sub-tree that is reduced already.
+          but: key of a sub-tree that holds what the function of `reduce_layer` has made of it.
         """
         rest = {name: tree for name, tree in gradients.items() if name != but}
         specs, layout = ({name: tree[name] for name in rest} for tree in (self.specs, self._layout))
-        reduced = self._reduce(specs, layout, rest, 0)
-        return reduced if but is None else {**reduced, but: gradients[but]}
+        reduced, finite = self._checked(rest, lambda own: self._reduce(specs, layout, own, 0))
+        if but is not None:
+            layers, finite_layers = gradients[but]
+            reduced, finite = {**reduced, but: layers}, {**finite, but: finite_layers}
+        if not self._check:
+            return reduced, None
+        return reduced, jnp.stack([vary(flags.all(), AXES) for flags in jax.tree.leaves(finite)])[None]
 
-    def reduce_layer(self, name: str) -> Callable[[Tree], Tree]:
-        """Returns the function that reduces one layer of the stacked gradients under `name`."""
+    def reduce_layer(self, name: str) -> Callable[[Tree], tuple[Tree, Tree]]:
+        """Returns the function that makes of one layer of the stacked gradients under `name` (reduced, finite)."""
 
-        def reduce(gradients: Tree) -> Tree:
+        def reduce(gradients: Tree) -> tuple[Tree, Tree]:
             specs = self.specs[name]
             dropped = partition.named_specs(specs)[0][1].num_stacked_dims
-            return self._reduce(specs, self._layout[name], gradients, dropped)
+            return self._checked(gradients, lambda own: self._reduce(specs, self._layout[name], own, dropped))
 
         return reduce
+
+    def _checked(self, gradients: Tree, reduce: Callable[[Tree], Tree]) -> tuple[Tree, Tree]:
+        """Returns (reduce(gradients), whether each gradient is finite before, {} if that is not to be checked)."""
+        if not self._check:
+            return reduce(gradients), {}
+        leaves, treedef = jax.tree.flatten(gradients)
+        # Read before their reduction starts, so that it need not leave the unreduced gradients where they are.
+        read = [jax.lax.optimization_barrier((g, jnp.isfinite(g).all())) for g in leaves]
+        gradients, finite = (jax.tree.unflatten(treedef, each) for each in zip(*read, strict=True))
+        return reduce(gradients), finite
 
     def _reduce(self, specs: Tree, layout: Tree, gradients: Tree, dropped: int) -> Tree:
         parts = partition.map_specs(lambda s, _, g: sum_over(g, s.partial_axes or None), specs, layout, gradients)
         leaves, treedef = jax.tree.flatten(parts)
         dims = [dim for _, dim in jax.tree.leaves(layout, is_leaf=_is_layout)]
-        whole = iter(sum_over([g for g, dim in zip(leaves, dims, strict=True) if dim is None], DATA_AXES))
+        undivided = [g if dropped else _rewritten(g) for g, dim in zip(leaves, dims, strict=True) if dim is None]
+        whole = iter(sum_over(undivided, DATA_AXES))
         reduced = [
             next(whole) if dim is None else reduce_scatter_to(vary(g, DATA_AXES), DATA_AXES, dim - dropped)
             for g, dim in zip(leaves, dims, strict=True)
@@ -164,6 +182,16 @@ class GradientLayout:
         return lambda parts: partition.map_specs(join, self.specs[name], self._layout[name], parts)
 
 
+def _rewritten(x: Array) -> Array:
+    """Returns x, its first element written once more where it lies.
+
+    XLA reduces in place what the instruction before wrote, and not what comes straight out of a loop: without this an
+    all-reduce of a stacked leaf needs a second one of it.
+    """
+    first = jax.lax.optimization_barrier(x[(slice(1),) * x.ndim])
+    return jax.lax.dynamic_update_slice(x, first, (0,) * x.ndim)
+
+
 def _is_layout(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], PartitionSpec)
 
@@ -176,9 +204,10 @@ def local_gradients(
     dropout_key: Key[Array, ""] | None,
     scale: Array | float = 1.0,
 ) -> tuple[Tree, Tree]:
-    """Returns (loss sum and token count of the global batch and this rank's loss sum, reduced fp32 gradients).
+    """Returns (report, reduced fp32 gradients of the objective times `scale`).
 
-    The gradients are those of the objective times `scale`.
+    The report: loss sum and token count of the global batch, this rank's loss sum, and with `check_gradients` which of
+    this rank's own gradients are finite.
 
     Runs inside shard_map. Communication: tp and pp as in `run_pipeline` with `gpt_pipeline_model`; once a step
     `GradientLayout.reduce`, that of layers inside the backward loop where asked for; two scalars over the data axes.
@@ -207,11 +236,16 @@ def local_gradients(
     )
     ranks = report["loss_sum"][None]
     report = {**sum_over(report, DATA_AXES), "rank_loss_sums": ranks}
-    return report, layout.reduce(gradients, but=model.layers if overlap else None)
+    reduced, finite = layout.reduce(gradients, but=model.layers if overlap else None)
+    return report if finite is None else {**report, "finite_gradients": finite}, reduced
 
 
-REPORT_SPECS = {"loss_sum": PartitionSpec(), "num_tokens": PartitionSpec(), "rank_loss_sums": PartitionSpec(DATA_AXES)}
-"""Where the parts of `local_gradients`' report lie."""
+def report_specs(settings: StepSettings) -> dict[str, PartitionSpec]:
+    """Returns where the parts of `local_gradients`' report lie."""
+    whole, ranks = PartitionSpec(), {"rank_loss_sums": PartitionSpec(DATA_AXES)}
+    if settings.check_gradients:
+        ranks["finite_gradients"] = PartitionSpec(AXES)
+    return {"loss_sum": whole, "num_tokens": whole, **ranks}
 
 
 def make_gradient_function(settings: StepSettings, mesh: Mesh) -> Callable[..., tuple[Tree, Tree]]:
@@ -235,13 +269,14 @@ def make_gradient_function(settings: StepSettings, mesh: Mesh) -> Callable[..., 
         batch = expand(batch)
 
         def body(parameters: Tree, batch: Batch, key: Key[Array, ""] | None, scale: Array | None) -> tuple[Tree, Tree]:
+            batch = own_part(batch, settings.parallel.context)
             return local_gradients(settings, layout, parameters, batch, key, 1.0 if scale is None else scale)
 
         mapped = jax.shard_map(
             body,
             mesh=mesh,
             in_specs=(parameter_specs, batch_specs(batch), PartitionSpec(), PartitionSpec()),
-            out_specs=(REPORT_SPECS, layout.partition_specs),
+            out_specs=(report_specs(settings), layout.partition_specs),
         )
         return mapped(parameters, batch, dropout_key, scale)
 
@@ -298,8 +333,9 @@ def make_train_step(
 
     Metrics: loss (token-weighted mean over the global batch), grad_norm (before clipping), num_tokens, lr (of this
     step: `schedule` is the one that the optimizer was built with), rank_loss_sums [data ranks] and leaf_norms [leaves,
-    in tree order] (squared; they tell where a number is not finite); where the loss is scaled also loss_scale (of this
-    step) and skipped (steps so far): a step whose gradients are not finite changes neither weights nor schedule.
+    in tree order] (squared; they tell where a number is not finite); with `check_gradients` finite_gradients [ranks of
+    the mesh, leaves] (of each rank's own gradients before any reduction); where the loss is scaled also loss_scale (of
+    this step) and skipped (steps so far): a step whose gradients are not finite changes neither weights nor schedule.
     Communication: see `local_gradients`; the norm adds one all-reduce over tp of a scalar per leaf that tp divides.
     """
     gradient_function = make_gradient_function(settings, mesh)
@@ -331,8 +367,8 @@ def make_train_step(
             "grad_norm": grad_norm,
             "num_tokens": report["num_tokens"],
             "lr": schedule(state.step if scaler is None else state.step - state.skipped),
-            "rank_loss_sums": report["rank_loss_sums"],
             "leaf_norms": leaf_norms,
+            **{name: value for name, value in report.items() if name in ("rank_loss_sums", "finite_gradients")},
         }
         if scaler is not None:
             new_state = _skip_unless_finite(settings, state, new_state, leaf_norms)
@@ -352,6 +388,7 @@ def make_eval_step(settings: StepSettings, mesh: Mesh) -> Callable[[Tree, Batch 
     def body(parameters: Tree, batch: Batch) -> Metrics:
         model = gpt_pipeline_model(settings.model, settings.parallel, settings.pipeline.parallel)
         schedule = settings.pipeline.build(batch.loss_mask.shape[0])
+        batch = own_part(batch, settings.parallel.context)
         microbatches = (_tokens(batch, batch.loss_mask), batch.loss_mask)
         sums = run_forward(model, schedule, parameters, microbatches, axis=settings.pipeline.parallel.axis)
         return sum_over(sums, DATA_AXES)

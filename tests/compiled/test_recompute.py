@@ -1,6 +1,7 @@
 """Activation memory and matmuls of the step as XLA compiled it for H100s, with each kind of recompute.
 
-Two depths give what a layer costs: fp32 gradients and what is kept of it, in s b h / t (34 in arXiv:2205.05198).
+Two depths give what a layer costs: fp32 gradients and what is kept of it, in s b h / t (34 in arXiv:2205.05198). A kind
+is `none`, `selective`, `full`, or full with its method and number of layers: `uniform 2`, `block 4`.
 """
 
 import functools
@@ -33,7 +34,11 @@ def program(recompute: str, num_layers: int):
         f"--global-batch-size {MICROBATCHES} --mock-data --lr 1e-4 --train-iters 10 --bf16 --attention-backend fused "
         f"--hidden-dropout 0 --attention-dropout 0 --tensor-model-parallel-size {TP} --sequence-parallel"
     ).split()
-    words += [] if recompute == "none" else ["--recompute-granularity", recompute]
+    method, _, number = recompute.partition(" ")
+    if number:
+        words += f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {number}".split()
+    elif recompute != "none":
+        words += ["--recompute-granularity", recompute]
     config, _ = resolve_for_run(load_config(words), TP)
     return build_program(config, compile_only_devices("h100", TP))
 
@@ -53,27 +58,54 @@ def layer_parameters() -> int:
     return (more - few) // (DEPTHS[1] - DEPTHS[0])
 
 
-@pytest.mark.parametrize(("recompute", "most"), [("selective", 18), ("full", 2)])
-def test_a_layer_keeps_what_was_named_and_nothing_else(recompute, most):
-    few, many = (hlo.memory(compiled(recompute, depth)).temp_bytes for depth in DEPTHS)
-    a_layer = (many - few) / (DEPTHS[1] - DEPTHS[0])
+@pytest.mark.parametrize(
+    # Four layers in units of two are less than what a unit needs while it is computed again.
+    ("recompute", "most", "depths"),
+    [("selective", 20, DEPTHS), ("full", 2, DEPTHS), ("uniform 2", 1, (8, 12))],
+)
+def test_a_layer_keeps_what_was_named_and_nothing_else(recompute, most, depths):
+    few, many = (hlo.memory(compiled(recompute, depth)).temp_bytes for depth in depths)
+    a_layer = (many - few) / (depths[1] - depths[0])
     activations = (a_layer - 4 * layer_parameters() / TP) / UNIT
     # Norms and output biases are whole on each rank, which counts as up to 0.05; alignment is the rest.
     assert most - 0.2 <= activations <= most + 0.2
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_a_layer_multiplies_again_what_the_kind_of_recompute_asks_for(recompute):
-    few, many = (hlo.matmul_flops(hlo.load(compiled(recompute, depth))) for depth in DEPTHS)
+BLOCKS = ("block 4", "block 8")
+
+
+def test_layers_behind_a_block_keep_what_they_do_without_recompute():
+    few, many = (hlo.memory(compiled(block, DEPTHS[1])).temp_bytes for block in BLOCKS)
+    # 20 + 4 t without recompute, 2 with it.
+    assert (few - many) / (4 * UNIT) == pytest.approx(20 + 4 * TP - 2, abs=0.2)
+
+
+def test_a_block_multiplies_its_layers_again_and_no_other():
+    few, many, all_layers = (
+        hlo.matmul_flops(hlo.load(compiled(kind, DEPTHS[1]))).total * TP for kind in (*BLOCKS, "full")
+    )
+    assert many - few == pytest.approx(all_layers - many, rel=0.001)
+    shape, tokens = shape_of("full", DEPTHS[1]), SEQ * MICROBATCHES
+    plain = formulas.model_flops_per_step(shape, tokens)
+    forward = (formulas.executed_flops_per_step(shape, tokens, recompute="full") - plain) / DEPTHS[1]
+    assert plain + 4 * forward / 2 < few <= MATMUL_FLOPS_RATIO * (plain + 4 * forward)
+
+
+@pytest.mark.parametrize(("recompute", "depths"), [("selective", DEPTHS), ("full", DEPTHS), ("uniform 2", (8, 12))])
+def test_a_layer_multiplies_again_what_the_kind_of_recompute_asks_for(recompute, depths):
+    few, many = (hlo.matmul_flops(hlo.load(compiled(recompute, depth))) for depth in depths)
     assert many.uncounted == few.uncounted == ()
     executed = (many.total - few.total) * TP
     tokens = SEQ * MICROBATCHES
     theory, plain = (
         sum(
             sign * formulas.executed_flops_per_step(shape_of(recompute, depth), tokens, recompute=kind)
-            for depth, sign in zip(DEPTHS, (-1, 1), strict=True)
+            for depth, sign in zip(depths, (-1, 1), strict=True)
         )
-        for kind in (recompute, "none")
+        for kind in (recompute.replace("uniform 2", "full"), "none")
     )
-    # Full leaves the last product of a layer out: its backward needs its operands alone.
-    assert plain < executed <= MATMUL_FLOPS_RATIO * theory
+    if recompute == "selective":
+        assert executed == plain  # norms and activations alone
+    else:
+        # Full leaves the last product of a layer out: its backward needs its operands alone.
+        assert plain < executed <= MATMUL_FLOPS_RATIO * theory

@@ -1,5 +1,6 @@
 """Runs that stop, are stopped or killed, and go on (P5, the plain part)."""
 
+import math
 import os
 import signal
 import subprocess
@@ -129,6 +130,40 @@ def test_consumed_samples_go_on_with_another_global_batch(
     assert f"training.global_batch_size {size} applies (saved with 8)" in run.out
     assert [line["consumed_samples"] for line in run.metrics] == [24 + size, 24 + 2 * size, 24 + 3 * size]
     np.testing.assert_array_equal(np.concatenate(sample_ids), np.arange(24, 24 + 3 * size))
+
+
+def reference_rate(num_steps: int) -> float:
+    """Learning rate after so many samples, Megatron-LM optimizer_param_scheduler.py: `SCHEDULE` below."""
+    if num_steps <= 30:
+        return 1e-3 + (1e-2 - 1e-3) * num_steps / 30
+    if num_steps > 110:
+        return 2e-3
+    return 2e-3 + 0.5 * (math.cos(math.pi * (num_steps - 30) / (110 - 30)) + 1.0) * (1e-2 - 2e-3)
+
+
+SCHEDULE = (
+    "--train-iters null --train-samples 240 --lr-decay-style cosine --lr 1e-2 --min-lr 2e-3 --lr-warmup-init 1e-3 "
+    "--lr-warmup-samples 30 --lr-decay-samples 110"
+).split()
+
+
+def test_learning_rate_goes_on_from_the_samples_of_the_updates_done_through_restarts_with_other_batches(
+    tmp_path: Path,
+) -> None:
+    """Megatron-LM training.py:3213: a step adds its batch to num_steps, and one that is skipped does not."""
+    both = ("--save", str(tmp_path / "save"), "--load", str(tmp_path / "save"))
+    options = (*NO_DROPOUT, *SCHEDULE, *both, "--fp16", "--initial-loss-scale", str(2**19))
+    num_steps, lost, skipped = 0, 0, 0
+    for size, last in ((8, 6), (4, 8), (12, 16)):
+        run = train(tmp_path, *options, "--global-batch-size", str(size), "--exit-interval", str(last))
+        for line in run.metrics:
+            assert line["lr"] == pytest.approx(reference_rate(num_steps), rel=1e-6, abs=0)
+            was_skipped, skipped = line["skipped"] > skipped, line["skipped"]
+            num_steps, lost = num_steps + size * (not was_skipped), lost + size * was_skipped
+        assert line["step"] == last
+    assert 0 < skipped < 5
+    assert num_steps > 110  # past the end of the decay
+    assert line["consumed_samples"] == num_steps + lost
 
 
 # ---- killed ---------------------------------------------------------------------------------------------------------

@@ -226,8 +226,11 @@ def test_the_program_ends_with_status_2_and_one_message(options: list[str], word
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_says_so_in_one_line(number: signal.Signals, tmp_path: Path) -> None:
-    options = command("--num-cpu-devices", "2", "--train-iters", "100000", *NO_DROPOUT)
+def test_an_interrupted_run_finishes_its_step_saves_and_ends_with_status_0(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    save = tmp_path / "save"
+    options = command("--num-cpu-devices", "2", "--train-iters", "100000", *NO_DROPOUT, "--save", str(save))
     with subprocess.Popen(
         options, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -236,9 +239,14 @@ def test_an_interrupted_run_says_so_in_one_line(number: signal.Signals, tmp_path
             if " iteration " in line:
                 process.send_signal(number)
                 break
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert err == "train.py: interrupted; what was not saved is lost\n"
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    (step,) = (path.name for path in save.iterdir())
+    assert out.splitlines()[-1] == f"exiting at iteration {step} ({number.name})"
+    assert err == (
+        f"train.py: {number.name}: leaving after this step, and saving where --save says so; a second signal leaves at"
+        " once\n"
+    )
 
 
 def test_a_closed_standard_output_ends_the_run_in_one_line(tmp_path: Path) -> None:

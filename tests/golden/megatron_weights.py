@@ -136,10 +136,16 @@ def reference_settings(model: str, **changes: Any) -> GPTSettings:
     `changes` may name fields of any of the three settings: {"activation": ..., "rotary_interleaved": ...}.
     """
     gpt = model == "gpt_gelu"
-    attention = dict(num_kv_heads=4 if gpt else 2, use_bias=gpt, use_qkv_bias=gpt, rotary_interleaved=False)
+    attention = dict(
+        num_kv_heads=4 if gpt else 2, use_bias=gpt, use_qkv_bias=gpt, rotary_interleaved=False, window=None
+    )
     mlp = dict(ffn_hidden_size=256 if gpt else 160, activation="gelu_tanh" if gpt else "swiglu", use_bias=gpt)
     whole = dict(
-        position_embedding="learned_absolute" if gpt else "rope", tied=gpt, rotary_dim=16, rotary_interpolation=1.0
+        position_embedding="learned_absolute" if gpt else "rope",
+        tied=gpt,
+        rotary_dim=16,
+        rotary_interpolation=1.0,
+        rotary_scaling=None,
     )
     for name, value in changes.items():
         next(group for group in (attention, mlp, whole) if name in group)[name] = value

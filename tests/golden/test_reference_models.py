@@ -29,6 +29,7 @@ from jmegatron import partition
 from jmegatron.mesh import BATCH_AXES, build_mesh
 from jmegatron.models.gpt import ONE_STAGE, GPTSettings, PipelineParallel, Tokens, gpt_logits, gpt_loss, gpt_specs
 from jmegatron.models.transformer import LayerParallel
+from jmegatron.ops.rotary import RotaryScaling
 from jmegatron.optimizer.optimizers import OptimizerSettings, build_optimizer
 from jmegatron.optimizer.schedules import LearningRateSchedule
 from jmegatron.training.program import state_shardings
@@ -153,6 +154,8 @@ VARIANTS = {
     "rotary_percent_0.5": ("llama_like", dict(rotary_dim=8)),
     "rotary_interleaved": ("llama_like", dict(rotary_interleaved=True)),
     "rope_interp_2": ("llama_like", dict(rotary_interpolation=2.0)),
+    "rope_scaling_llama3": ("llama_like", dict(rotary_scaling=RotaryScaling(factor=8.0))),
+    "window_8_0": ("llama_like", dict(window=8)),
     "geglu_unfused": ("llama_like", dict(activation="geglu_erf")),
     "add_qkv_bias": ("llama_like", dict(use_qkv_bias=True)),
 }

@@ -62,10 +62,10 @@ def test_expert_parallel_ranks_are_the_neighbours_within_data_parallelism():
     assert groups_along(mesh, {"dp"})[:2] == [[0, 4], [1, 5]]
 
 
-def test_a_batch_lies_over_dp_and_ep_and_its_sequence_over_cp():
+def test_a_batch_lies_over_dp_and_ep_in_whole_sequences():
     mesh = build_mesh(jax.devices()[:8], dp=2, ep=2, cp=2)
     placed = jax.device_put(np.arange(3 * 4 * 6).reshape(3, 4, 6), jax.NamedSharding(mesh, batch_spec(None)))
-    assert {shard.data.shape for shard in placed.addressable_shards} == {(3, 1, 3)}
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(3, 1, 6)}
 
 
 def test_degrees_that_do_not_make_up_the_devices_stop_with_all_numbers():

@@ -13,7 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jmegatron.checkpoint.manager import CheckpointFolder
 from jmegatron.errors import UsageError
 
-META = {"step": 3, "consumed_samples": 24, "config": "model: {}", "versions": {"jax": "0"}}
+POSITION = {"updates": 2, "samples": 16}
+META = {
+    "step": 3,
+    "consumed_samples": 24,
+    "schedule_position": POSITION,
+    "config": "model: {}",
+    "versions": {"jax": "0"},
+}
 
 
 def sharding(rows: int, columns: int, spec: PartitionSpec) -> NamedSharding:
@@ -136,6 +143,14 @@ def test_meta_without_what_a_resume_needs_is_refused(missing: str, tmp_path: Pat
         folder.read_meta(3)
 
 
+def test_without_a_position_every_step_is_taken_for_an_update_of_what_was_consumed(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    old = {name: value for name, value in META.items() if name != "schedule_position"}
+    (tmp_path / "3" / "meta" / "metadata").write_text(json.dumps(old))
+    with reader(tmp_path) as folder:
+        assert folder.read_meta(3)["schedule_position"] == {"updates": 3, "samples": 24}
+
+
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file, expected a folder"):
@@ -162,9 +177,18 @@ def test_a_save_that_fails_in_the_background_is_a_usage_error_when_closing(
     manager.close()
 
 
-@pytest.mark.parametrize(("key", "value"), [("consumed_samples", -5), ("consumed_samples", 3.7), ("step", 4)])
-def test_meta_that_cannot_be_true_is_refused(key: str, value: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("consumed_samples", -5, "consumed_samples is -5"),
+        ("consumed_samples", 3.7, "consumed_samples is 3.7"),
+        ("schedule_position", {**POSITION, "updates": 2.5}, "updates is 2.5"),
+        ("schedule_position", {"updates": 2}, "samples"),
+        ("step", 4, "meta file step 4"),
+    ],
+)
+def test_meta_that_cannot_be_true_is_refused(key: str, value: Any, said: str, tmp_path: Path) -> None:
     save(tmp_path, 3)
     (tmp_path / "3" / "meta" / "metadata").write_text(json.dumps({**META, key: value}))
-    with reader(tmp_path) as folder, pytest.raises(UsageError, match=f"{key}|meta file step"):
+    with reader(tmp_path) as folder, pytest.raises(UsageError, match=said):
         folder.read_meta(3)

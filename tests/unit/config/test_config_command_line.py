@@ -7,8 +7,15 @@ import sys
 
 import pytest
 
-from jmegatron.config import config_from_yaml, load_config, parse_or_exit, to_yaml
-from jmegatron.config.megatron_flags import ALIASES, IGNORED, UNSUPPORTED, UNSUPPORTED_DEGREES, UNSUPPORTED_FAMILIES
+from jmegatron.config import attention_window, config_from_yaml, load_config, parse_or_exit, to_yaml
+from jmegatron.config.megatron_flags import (
+    ALIASES,
+    IGNORED,
+    UNSUPPORTED,
+    UNSUPPORTED_DEGREES,
+    UNSUPPORTED_FAMILIES,
+    VALUE_ALIASES,
+)
 from jmegatron.config.options import flag_of, options
 
 BASE = shlex.split(
@@ -61,6 +68,44 @@ def test_a_pasted_megatron_line_works_and_reports_what_has_no_effect():
     ]
     assert config.data.num_workers == 2
     assert all(reason for _, reason in config.ignored_flags)
+
+
+def test_a_pasted_line_of_a_long_context_works():
+    config = load_config(
+        shlex.split(
+            "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+            "--group-query-attention --num-query-groups 8 --seq-length 131072 --max-position-embeddings 131072 "
+            "--position-embedding-type rope --rotary-base 500000 --rotary-percent 1.0 --use-rope-scaling "
+            "--rope-scaling-factor 8.0 --normalization RMSNorm --swiglu --disable-bias-linear "
+            "--untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 "
+            "--tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 8 --cp-comm-type allgather "
+            "--window-size '(8191,0)' --attention-backend flash --micro-batch-size 1 --global-batch-size 32 "
+            "--train-iters 100 --lr 1e-5 --bf16 --mock-data"
+        )
+    )
+    assert (config.parallel.context_parallel_size, config.parallel.cp_comm_type) == (8, ("all_gather",))
+    assert (config.model.use_rope_scaling, config.model.rope_scaling_factor) == (True, 8.0)
+    assert (attention_window(config.model), config.hardware.attention_backend) == (8191, "fused")
+    assert config.ignored_flags == ()
+    assert config_from_yaml(to_yaml(config)) == config
+
+
+def test_values_in_the_references_words_are_read_everywhere():
+    types = load_config([*BASE, "--cp-comm-type", "allgather", "p2p"]).parallel.cp_comm_type
+    assert types == ("all_gather", "p2p")
+    for alias in VALUE_ALIASES:
+        section, name = options()[alias.name].section, alias.name
+        for value in (alias.value, alias.own):
+            line = load_config([*BASE, flag_of(name), value])
+            file = config_from_yaml(to_yaml(line).replace(f"{name}: {alias.own}", f"{name}: {value}"))
+            expected = (alias.own,) if options()[name].is_list else alias.own
+            assert getattr(getattr(line, section), name) == expected
+            assert getattr(getattr(file, section), name) == expected
+
+
+def test_a_window_that_begins_with_a_dash_needs_the_equals_sign(capsys):
+    assert load_config([*BASE, "--window-size=-1,-1"]).model.window_size == "-1,-1"
+    assert "--window-size=VALUE" in refusal(capsys, "--window-size", "-1,-1")
 
 
 def test_the_first_unsupported_flag_of_a_pasted_line_is_named(capsys):
@@ -141,7 +186,7 @@ def test_single_dash_and_bare_double_dash_are_unknown(capsys):
         ("--lr", "fast", "a number"),
         ("--normalization", "layernorm", "one of LayerNorm, RMSNorm"),
         ("--activation", "relu", "one of gelu_tanh"),
-        ("--attention-backend", "flash", "one of auto, fused, unfused"),
+        ("--attention-backend", "cudnn", "one of auto, fused, unfused"),
         ("--optimizer", "soap", "one of adam, sgd, lion, muon"),
     ],
 )

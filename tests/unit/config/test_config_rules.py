@@ -1,6 +1,8 @@
 """Cross-field rules and derived values."""
 
 import dataclasses
+import itertools
+import re
 
 import pytest
 
@@ -10,13 +12,18 @@ from jmegatron.config import (
     ModelConfig,
     OptimizerConfig,
     TrainingConfig,
+    attention_window,
+    cp_comm_types,
+    layer_split_of,
     padded_vocab_size,
     resolve,
     validate,
     validate_for_devices,
 )
+from jmegatron.config.layer_split import layers_at_places
 from jmegatron.config.options import options
 from jmegatron.errors import ConfigError, UsageError
+from jmegatron.pipeline.layout import pipeline_layout
 
 BASE = Config(
     model=ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=8, seq_length=32, max_position_embeddings=32),
@@ -40,6 +47,10 @@ def changed(**values) -> Config:
 
 def tp(size: int, **values) -> dict:
     return {"tensor_model_parallel_size": size, **values}
+
+
+def cp(size: int, **values) -> dict:
+    return {"context_parallel_size": size, **values}
 
 
 def samples(count: int, **values) -> dict:
@@ -74,6 +85,53 @@ BAD = {
         tp(4, sequence_parallel=True, seq_length=30),
         ["seq_length 30", "tensor_model_parallel_size 4", "--no-sequence-parallel"],
     ),
+    "sequence not by cp": (
+        cp(3),
+        ["seq_length 32, context_parallel_size 3", "2 * context_parallel_size = 6", "--seq-length to 30"],
+    ),
+    "sequence by cp but not twice": (cp(32), ["context_parallel_size = 64", "--seq-length to 64"]),
+    "sequence not by cp and tp": (
+        tp(4, context_parallel_size=2, sequence_parallel=True, seq_length=28),
+        ["tensor_model_parallel_size 4, context_parallel_size 2", "= 8", "--seq-length to 32"],
+    ),
+    "unknown way of context parallelism": (
+        {"cp_comm_type": ("p2p", "ring")},
+        ["got: ring", "p2p, all_gather, a2a", "--cp-comm-type"],
+    ),
+    "nested way of context parallelism": (
+        cp(4, cp_comm_type=("a2a+p2p",)),
+        ["got: a2a+p2p", "a2a+p2p, which nests one in the other, is not implemented"],
+    ),
+    "ways of context parallelism for too many layers": (
+        {"cp_comm_type": ("p2p", "a2a", "p2p")},
+        ["3 values of cp_comm_type, num_layers 2", "one value, or 2"],
+    ),
+    "no way of context parallelism": ({"cp_comm_type": ()}, ["0 values of cp_comm_type"]),
+    "heads of a device not by cp": (
+        tp(8, context_parallel_size=2, cp_comm_type=("p2p", "a2a")),
+        ["num_attention_heads 8", "num_query_groups 8", "(1 query and 1 key/value heads a device)", "all_gather"],
+    ),
+    "kv heads not by cp": (
+        cp(4, cp_comm_type=("a2a",), group_query_attention=True, num_query_groups=2),
+        ["(8 query and 2 key/value heads a device), context_parallel_size 4", "--context-parallel-size to one of 1, 2"],
+    ),
+    "repeated kv heads not by cp": (
+        tp(4, context_parallel_size=2, cp_comm_type=("a2a",), group_query_attention=True, num_query_groups=2),
+        ["num_query_groups 2, tensor_model_parallel_size 4 (2 query and 1 key/value heads a device)"],
+    ),
+    "different ways at one place of two stages": (
+        cp(2, num_layers=4, pipeline_model_parallel_size=2, cp_comm_type=("p2p", "p2p", "a2a", "a2a")),
+        ["p2p for layer 1 and a2a for layer 3, both number 1 of their chunks", "each of the 2 chunks"],
+    ),
+    "scaled rotary positions without rotary positions": (
+        {"use_rope_scaling": True},
+        ["position_embedding_type learned_absolute", "--position-embedding-type rope"],
+    ),
+    "window that sees later tokens": ({"window_size": "8,1"}, ["'8,1'", "--window-size 8,0"]),
+    **{
+        f"window {text!r}": ({"window_size": text}, [repr(text), "--window-size 128,0"])
+        for text in ("-2,0", "8", "8,0,0", "a,b", "", "8.5,0", "9" * 30 + ",0")
+    },
     "padded not by tp": (tp(4, padded_vocab_size=302), ["padded_vocab_size 302", "304"]),
     "padded not by pp": (
         tp(2, pipeline_model_parallel_size=2, padded_vocab_size=302),
@@ -141,17 +199,23 @@ BAD = {
         },
         ["microbatch_group_size_per_virtual_pipeline_stage 3, pipeline_model_parallel_size 4", "stage 4"],
     ),
-    "low memory with context parallelism": (
-        {"pipeline_schedule": "1f1b-low-memory", "context_parallel_size": 2, "pipeline_model_parallel_size": 2},
-        ["deadlock", "context_parallel_size 2", "--cp-comm-type all_gather or a2a"],
+    "low memory with a ring of context parallelism": (
+        cp(2, pipeline_schedule="1f1b-low-memory", pipeline_model_parallel_size=2),
+        ["deadlock", "context_parallel_size 2, cp_comm_type p2p", "--cp-comm-type all_gather or a2a, or --pipeline"],
     ),
-    "recompute in blocks": (
+    "low memory with rings in some layers": (
+        cp(
+            2,
+            num_layers=4,
+            pipeline_schedule="1f1b-low-memory",
+            pipeline_model_parallel_size=2,
+            cp_comm_type=("a2a", "p2p", "a2a", "p2p"),
+        ),
+        ["deadlock", "cp_comm_type a2a p2p a2a p2p"],
+    ),
+    "recompute in blocks of no length": (
         {"recompute_granularity": "full", "recompute_method": "block"},
-        ["recompute_method block", "method uniform", "--recompute-method uniform"],
-    ),
-    "recompute over several layers": (
-        {"recompute_granularity": "full", "recompute_num_layers": 2},
-        ["recompute_num_layers 2", "--recompute-num-layers 1"],
+        ["recompute_method block, recompute_num_layers not given", "--recompute-num-layers"],
     ),
     "recompute other parts": (
         {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe_act")},
@@ -159,7 +223,7 @@ BAD = {
     ),
     "recompute all but the core": (
         {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
-        ["recompute_modules mlp", "selective with core_attn and beside it layernorm, mlp"],
+        ["recompute_modules mlp", "core_attn and beside it layernorm, mlp"],
     ),
     "recompute parts of whole layers": (
         {"recompute_granularity": "full", "recompute_modules": ("core_attn",)},
@@ -338,6 +402,7 @@ def test_impossible_combination_names_keys_numbers_and_a_way_out(values, parts):
         ("rotary_percent", 1.1),
         ("seq_length", 2**63),
         ("rotary_seq_len_interpolation_factor", 0.0),
+        ("rope_scaling_factor", 0.5),
         ("lr_warmup_fraction", 1.1),
         ("lr_warmup_fraction", 1.0),
         ("lr_warmup_fraction", -0.1),
@@ -362,6 +427,19 @@ def test_values_out_of_range_are_refused_by_name(name, value):
         {"sequence_parallel": True, "seq_length": 31},
         {"position_embedding_type": "none", "max_position_embeddings": None},
         {"position_embedding_type": "rope", "max_position_embeddings": None, "rotary_percent": 0.5},
+        {"position_embedding_type": "rope", "use_rope_scaling": True, "rope_scaling_factor": 32.0},
+        cp(16),
+        cp(4, attention_dropout=0.1, reset_attention_mask=True, window_size="4,0"),
+        tp(4, context_parallel_size=4, sequence_parallel=True),
+        # Without ranks to share a sequence its way does not matter, but the names and their number do.
+        tp(8, cp_comm_type=("a2a", "all_gather")),
+        cp(8, cp_comm_type=("a2a",)),
+        tp(2, context_parallel_size=2, cp_comm_type=("a2a", "p2p"), group_query_attention=True, num_query_groups=4),
+        cp(2, pipeline_schedule="1f1b-low-memory"),  # one stage runs 1f1b
+        *(
+            cp(2, pipeline_schedule="1f1b-low-memory", pipeline_model_parallel_size=2, cp_comm_type=(way,))
+            for way in ("all_gather", "a2a")
+        ),
         {"eval_iters": 0},
         {"clip_grad": 0.0},
         {"lr_warmup_iters": 4},
@@ -407,6 +485,8 @@ def test_values_out_of_range_are_refused_by_name(name, value):
         {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "overlap_param_gather": True},
         {"recompute_granularity": "full"},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "full", "recompute_num_layers": 1000},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
         {"recompute_granularity": "selective"},
         {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
         {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp", "core_attn")},
@@ -440,6 +520,7 @@ def test_errors_of_the_config_are_usage_errors():
 def test_data_parallel_size_is_what_the_degrees_leave():
     assert validate_for_devices(changed(**tp(2, global_batch_size=8)), 8) == 4
     assert validate_for_devices(changed(expert_model_parallel_size=2, global_batch_size=16), 8) == 4
+    assert validate_for_devices(changed(**tp(2, context_parallel_size=2, global_batch_size=4)), 8) == 2
     assert validate_for_devices(BASE, 1) == 1
 
 
@@ -528,18 +609,103 @@ def test_the_schedule_follows_from_the_number_of_chunks(values, schedule):
     validate(config)
 
 
-def test_the_low_memory_schedule_is_refused_beside_context_parallelism_for_its_own_reason():
-    # By itself, so that it still holds when context parallelism is no longer refused as a whole.
-    from jmegatron.config.validation import _check_low_memory_schedule
+def test_the_proposed_length_of_the_sequence_can_be_divided():
+    shape = {"num_attention_heads": 12, "hidden_size": 96, "max_position_embeddings": 200}
+    refused = 0
+    for ranks, parts, both, length in itertools.product((1, 2, 3, 4), (1, 2, 3, 4, 6), (False, True), (1, 47, 96, 100)):
+        values = tp(ranks, context_parallel_size=parts, sequence_parallel=both, **shape)
+        try:
+            validate(changed(**values, seq_length=length))
+        except ConfigError as error:
+            refused += 1
+            proposed = int(re.search(r"--seq-length to (\d+)", str(error)).group(1))
+            validate(changed(**values, seq_length=proposed))
+            assert proposed % parts == 0
+            assert proposed // parts % (ranks if both else 1) == 0
+    assert refused > 40
 
-    for values in (
-        {"pipeline_schedule": "1f1b-low-memory"},
-        {"pipeline_schedule": "1f1b", "context_parallel_size": 2},
-        {"context_parallel_size": 2},
-    ):
-        _check_low_memory_schedule(changed(**values))
-    with pytest.raises(ConfigError, match=r"(?s)deadlock.*context_parallel_size 2.*--pipeline-schedule 1f1b"):
-        _check_low_memory_schedule(changed(pipeline_schedule="1f1b-low-memory", context_parallel_size=2))
+
+SPLITS = {
+    "one stage": {"num_layers": 3},
+    "two stages": {"num_layers": 4, "pipeline_model_parallel_size": 2},
+    "chunks": {"num_layers": 8, "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+    "long last stage": {
+        "num_layers": 7,
+        "pipeline_model_parallel_size": 3,
+        "decoder_last_pipeline_num_layers": 3,
+    },
+    "a place for the embedding": {
+        "num_layers": 7,
+        "pipeline_model_parallel_size": 2,
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "account_for_embedding_in_pipeline_split": True,
+    },
+    "a layout with an empty chunk": {
+        "num_layers": 7,
+        "pipeline_model_parallel_size": 2,
+        "pipeline_model_parallel_layout": "E|t|t*4|ttL",
+    },
+}
+
+
+@pytest.mark.parametrize("values", SPLITS.values(), ids=SPLITS)
+def test_layers_at_one_place_are_those_of_the_pipelines_stacked_places(values):
+    split = layer_split_of(changed(**values))
+    layout = pipeline_layout(**dataclasses.asdict(split))
+    columns = layout.places().reshape(-1, layout.layers_per_chunk).T
+    assert layers_at_places(split) == tuple(tuple(row[row >= 0].tolist()) for row in columns)
+
+
+@pytest.mark.parametrize(
+    ("split", "types", "places"),
+    [
+        ("one stage", "a2a", "a2a a2a a2a"),
+        ("one stage", "a2a p2p a2a", "a2a p2p a2a"),
+        ("two stages", "a2a p2p a2a p2p", "a2a p2p"),
+        ("chunks", "p2p a2a p2p a2a p2p a2a p2p a2a", "p2p a2a"),
+        ("long last stage", "p2p a2a p2p a2a p2p a2a all_gather", "p2p a2a all_gather"),
+        ("a layout with an empty chunk", "p2p p2p a2a p2p p2p p2p a2a", "p2p a2a p2p p2p"),
+    ],
+)
+def test_ways_of_context_parallelism_by_place_of_a_chunk(split, types, places):
+    config = changed(**cp(2, cp_comm_type=tuple(types.split()), **SPLITS[split]))
+    validate(config)
+    assert cp_comm_types(config) == tuple(places.split())
+
+
+@pytest.mark.parametrize(
+    ("split", "types", "found"),
+    [
+        ("two stages", "a2a p2p p2p a2a", "a2a for layer 1 and p2p for layer 3, both number 1"),
+        ("chunks", "p2p a2a p2p a2a p2p a2a p2p p2p", "a2a for layer 2 and p2p for layer 8, both number 2"),
+        ("long last stage", "p2p a2a p2p a2a a2a p2p p2p", "p2p for layer 1 and a2a for layer 5, both number 1"),
+    ],
+)
+def test_layers_that_one_program_runs_communicate_in_one_way(split, types, found):
+    values = {"cp_comm_type": tuple(types.split()), **SPLITS[split]}
+    validate(changed(**values))
+    with pytest.raises(ConfigError, match=found):
+        validate(changed(**cp(2), **values))
+
+
+@pytest.mark.parametrize(
+    ("text", "window"),
+    [
+        (None, None),
+        ("-1,-1", None),
+        ("(-1,0)", None),
+        ("0,0", 0),
+        ("7,0", 7),
+        ("(7,-1)", 7),
+        (" ( 7 , 0 ) ", 7),
+        ("30,0", 30),
+        ("31,0", None),  # of 32 tokens the last one sees 31 before it
+    ],
+)
+def test_a_window_is_the_number_of_tokens_before_a_token(text, window):
+    config = changed(window_size=text)
+    validate(config)
+    assert attention_window(config.model) == window
 
 
 def test_recomputation_fills_in_what_it_leaves_open():

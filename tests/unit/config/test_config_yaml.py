@@ -126,6 +126,7 @@ def test_off_is_false_for_a_switch_and_refused_elsewhere():
         ("bf16", "null", "true or false"),
         ("lr_decay_style", "wavy", "one of linear, cosine, constant"),
         ("save", "yes", "a string"),
+        ("window_size", "[128, 0]", "a string"),
         ("data_path", "{a: 1}", "a list of strings"),
         ("data_path", "[true]", "a list of strings"),
     ],
@@ -139,6 +140,12 @@ def test_wrong_types_are_refused_by_key(name, value, expected):
 def test_a_single_prefix_need_not_be_a_list():
     text = replaced("data_path", "some/prefix").replace("mock_data: true", "mock_data: false")
     assert config_from_yaml(text).data.data_path == ("some/prefix",)
+
+
+def test_a_window_and_ways_of_context_parallelism_are_read_from_a_file():
+    assert config_from_yaml(replaced("window_size", "8,0")).model.window_size == "8,0"
+    text = to_yaml(config_from_yaml(MINIMAL)).replace("  - p2p\n", "  - allgather\n  - a2a\n")
+    assert config_from_yaml(text).parallel.cp_comm_type == ("all_gather", "a2a")
 
 
 def test_duplicate_keys_are_refused():

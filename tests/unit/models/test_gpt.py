@@ -125,7 +125,7 @@ def test_logits_loss_and_flops_equal_a_plain_transformer_and_the_formula(values)
     assert float(total) == pytest.approx((losses * arrays["loss_mask"]).sum(), rel=LOSS_RELATIVE)
 
     counted = hlo.matmul_flops(hlo.load(step.lower(parameters, tokens).compile()))
-    assert counted.total == formulas.model_flops_per_step(shape_of(options), 2 * 16)
+    assert counted.total == formulas.executed_flops_per_step(shape_of(options), 2 * 16, scores_again=True)
 
 
 def shape_of(options):

@@ -1,7 +1,10 @@
 """Schedules of learning rate and weight decay against curves recorded from the reference's OptimizerParamScheduler."""
 
+import functools
 import json
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ import pytest
 from golden.megatron_weights import DATA, recorded
 from tolerances import LEARNING_RATE_RELATIVE
 
-from jmegatron.optimizer.schedules import STYLES, WSD_STYLES, LearningRateSchedule, WeightDecaySchedule
+from jmegatron.optimizer.schedules import STYLES, WSD_STYLES, LearningRateSchedule, Position, WeightDecaySchedule
 
 SETTINGS = json.loads((DATA / "tables" / "lr_schedules.json").read_text())
 COUNTS = np.arange(101)
@@ -18,24 +21,24 @@ EXACT = 1e-12
 """Relative, in float64: the same formula in another order of operations."""
 
 
-def learning_rate(s: dict, samples_per_update: int = 1) -> LearningRateSchedule:
-    """The recorded schedule, whose steps are samples, for updates of so many samples."""
+def learning_rate(s: dict, **batch: Any) -> LearningRateSchedule:
+    """The recorded schedule, whose steps are samples."""
     wsd = s.get("wsd_decay_steps")
     return LearningRateSchedule(
         s["lr_decay_style"],
         peak=s["max_lr"],
         minimum=s["min_lr"],
-        warmup=s["lr_warmup_steps"] / samples_per_update,
-        decay=s["lr_decay_steps"] / samples_per_update,
+        warmup=float(s["lr_warmup_steps"]),
+        decay=float(s["lr_decay_steps"]),
         warmup_start=s["init_lr"],
         wsd_style=s.get("lr_wsd_decay_style", "exponential"),
-        wsd_decay=None if wsd is None else wsd / samples_per_update,
-        samples_per_update=samples_per_update,
+        wsd_decay=None if wsd is None else float(wsd),
+        **batch,
     )
 
 
-def weight_decay(s: dict) -> WeightDecaySchedule:
-    return WeightDecaySchedule(s["wd_incr_style"], s["start_wd"], s["end_wd"], float(s["wd_incr_steps"]))
+def weight_decay(s: dict, **batch: Any) -> WeightDecaySchedule:
+    return WeightDecaySchedule(s["wd_incr_style"], s["start_wd"], s["end_wd"], float(s["wd_incr_steps"]), **batch)
 
 
 # ---- the recorded curves ------------------------------------------------------------------------------------------
@@ -52,7 +55,8 @@ def test_curve_equals_the_recorded_one_at_every_step(name):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_updates_of_several_samples_see_every_so_manieth_value_of_the_curve(name, batch):
     """Warm-up, decay and last phase then end within an update."""
-    schedule, expected = learning_rate(SETTINGS[name], batch), recorded("tables", "lr_schedules")[f"{name}/lr"][::batch]
+    schedule = learning_rate(SETTINGS[name], samples_per_update=batch)
+    expected = recorded("tables", "lr_schedules")[f"{name}/lr"][::batch]
     counts = np.arange(len(expected))
     np.testing.assert_allclose(schedule.in_float64(counts), expected, rtol=EXACT, atol=1e-18)
     got = jax.jit(jax.vmap(schedule))(jnp.asarray(counts))
@@ -68,6 +72,44 @@ def test_weight_decay_equals_the_recorded_one_at_every_step(name):
     np.testing.assert_allclose(got, expected[:, 0], rtol=LEARNING_RATE_RELATIVE)
 
 
+SEGMENTS = ((3, 4), (4, 7), (5, 3), (2, 17))
+"""(updates, samples of each) of one run that was restarted with other batches: 89 samples in all."""
+
+
+def restarted(build: Callable[..., Any]) -> list[tuple[Any, np.ndarray, np.ndarray]]:
+    """(schedule, its counts, the samples before each of those updates) of each segment."""
+    position, updates, samples, parts = Position(), 0, 0, []
+    for number, batch in SEGMENTS:
+        schedule = build(samples_per_update=batch, position=position)
+        parts.append((schedule, updates + np.arange(number), samples + batch * np.arange(number)))
+        updates, samples = updates + number, samples + batch * number
+        position = position.after(updates, batch)
+        assert position == Position(updates, samples)
+    return parts
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_restarts_with_other_batches_go_on_along_the_recorded_curves(name):
+    """The bounds of warm-up, decay and last phase lie within updates, and at counts of another batch."""
+    curves = recorded("tables", "lr_schedules")
+    for build, expected in (
+        (functools.partial(learning_rate, SETTINGS[name]), curves[f"{name}/lr"]),
+        (functools.partial(weight_decay, SETTINGS[name]), curves[f"{name}/wd"][:, 0]),
+    ):
+        for schedule, counts, samples in restarted(build):
+            np.testing.assert_allclose(schedule.in_float64(counts), expected[samples], rtol=EXACT, atol=1e-18)
+            got = jax.vmap(schedule)(jnp.asarray(counts))
+            np.testing.assert_allclose(got, expected[samples], rtol=LEARNING_RATE_RELATIVE, atol=0)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_restart_with_the_same_batch_is_the_same_schedule_bit_by_bit(name):
+    once = learning_rate(SETTINGS[name], samples_per_update=3)
+    again = learning_rate(SETTINGS[name], samples_per_update=3, position=Position().after(7, 3).after(12, 3))
+    counts = jnp.arange(12, 33)
+    np.testing.assert_array_equal(jax.vmap(again)(counts), jax.vmap(once)(counts))
+
+
 def test_the_recorded_curves_cover_every_style_with_and_without_warm_up():
     assert {s["lr_decay_style"] for s in SETTINGS.values()} == set(STYLES)
     assert {s["lr_warmup_steps"] for s in SETTINGS.values()} == {0, 10}
@@ -76,7 +118,7 @@ def test_the_recorded_curves_cover_every_style_with_and_without_warm_up():
 
 
 # ---- parity.md section 5: lr 1.5e-4 to 1.5e-5, warm-up of 1 % of 250000 iterations of 1024 samples -----------------
-LONG = dict(peak=1.5e-4, minimum=1.5e-5, warmup=2500.0, decay=250000.0, samples_per_update=1024)
+LONG = dict(peak=1.5e-4, minimum=1.5e-5, warmup=2500 * 1024.0, decay=250000 * 1024.0, samples_per_update=1024)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +152,7 @@ def test_iteration_of_the_long_run_uses_the_recorded_rate(iteration, expected):
     ],
 )
 def test_the_last_tenth_of_wsd_falls_as_recorded(style, halfway):
-    schedule = LearningRateSchedule("WSD", wsd_style=style, wsd_decay=25000.0, **LONG)
+    schedule = LearningRateSchedule("WSD", wsd_style=style, wsd_decay=25000 * 1024.0, **LONG)
     for count, expected in ((225_000, 1.5e-4), (237_500, halfway), (250_000, 1.5e-5)):
         assert float(schedule.in_float64(np.array(count))) == pytest.approx(expected, rel=EXACT, abs=0)
         assert float(schedule(count)) == pytest.approx(expected, rel=LEARNING_RATE_RELATIVE, abs=0)
@@ -171,13 +213,13 @@ def test_an_unknown_style_is_named_with_the_known_ones():
 
 @pytest.mark.parametrize(("warmup", "decay"), [(10.0, 10.0), (-1.0, 10.0), (0.0, 0.0)])
 def test_a_warm_up_that_does_not_fit_before_the_decays_end_stops_with_both_numbers(warmup, decay):
-    with pytest.raises(ValueError, match=f"lr_decay_iters {decay} and lr_warmup_iters {warmup}"):
+    with pytest.raises(ValueError, match=f"lr_decay_samples {decay} and lr_warmup_samples {warmup}"):
         LearningRateSchedule("cosine", peak=1.0, minimum=0.0, warmup=warmup, decay=decay)
 
 
 @pytest.mark.parametrize("wsd_decay", [None, 0.0])
 def test_wsd_without_a_last_phase_is_refused(wsd_decay):
-    with pytest.raises(ValueError, match=f"lr_wsd_decay_iters {wsd_decay}"):
+    with pytest.raises(ValueError, match=f"lr_wsd_decay_samples {wsd_decay}"):
         LearningRateSchedule("WSD", peak=1.0, minimum=0.0, warmup=0.0, decay=10.0, wsd_decay=wsd_decay)
 
 

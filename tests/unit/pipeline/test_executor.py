@@ -15,7 +15,7 @@ from jmegatron.mesh import build_mesh
 from jmegatron.pipeline.executor import run_forward, run_pipeline
 from jmegatron.pipeline.layout import even_layout, pipeline_layout
 from jmegatron.pipeline.schedule import build_schedule
-from jmegatron.pipeline.stage import PipelineModel, StageRunner
+from jmegatron.pipeline.stage import LayerRun, PipelineModel, StageRunner
 
 BATCH, SEQ, FEATURES, HIDDEN, LAYERS = 2, 4, 3, 6, 8
 
@@ -82,14 +82,16 @@ def context(one):
     return {name: one[name] for name in ("mask", "order", "weight")} | {"key": jax.random.key(3)}
 
 
-def toy(layer: Any, places: tuple[tuple[int, ...], ...]) -> PipelineModel:
+def toy(layer: Any, places: tuple[tuple[int, ...], ...], num_stages: int, units: Any = ()) -> PipelineModel:
+    """`units`: (places, places of a unit) of each run; none: one run that keeps what every layer needs."""
+
     def at_place(p, x, context, number):
         y = layer(p, x, context, number)
         return jnp.where(number >= 0, y, x) if min(map(min, places)) < 0 else y
 
     return PipelineModel(
         embed=embed,
-        layer=at_place,
+        runs=tuple(LayerRun(at_place, *run) for run in units or ((len(places[0]) // num_stages, 1),)),
         loss=loss,
         context=context,
         embed_parameters=lambda p: {"embedding": p["embedding"]},
@@ -142,7 +144,9 @@ def plain(layer: Any, m: int) -> tuple[Any, Any]:
     return report, gradients
 
 
-def pipelined(layer: Any, schedule: Any, places: tuple[tuple[int, ...], ...], **options: Any) -> tuple[Any, Any, Any]:
+def pipelined(
+    layer: Any, schedule: Any, places: tuple[tuple[int, ...], ...], *, units: Any = (), **options: Any
+) -> tuple[Any, Any, Any]:
     """(report, gradients with layers in order, report of `run_forward`)."""
     p, m = schedule.num_stages, schedule.num_microbatches
     flat_places = list(itertools.chain(*places))
@@ -151,7 +155,7 @@ def pipelined(layer: Any, schedule: Any, places: tuple[tuple[int, ...], ...], **
     whole = parameters()
     whole["layers"] = jax.tree.map(stacked, whole["layers"])
     axis = "pp" if p > 1 else None
-    model = toy(layer, places)
+    model = toy(layer, places, p, units)
 
     def run(parameters, batch):
         report, gradients = run_pipeline(model, schedule, parameters, batch, axis=axis, **options)
@@ -183,10 +187,12 @@ def even_places(p: int, v: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, even_layout(LAYERS, p, v).places().tolist()))
 
 
-def check(layer: Any, name: str, p: int, m: int, v: int = 1, places: Any = None, **options: Any) -> None:
+def check(
+    layer: Any, name: str, p: int, m: int, v: int = 1, places: Any = None, units: Any = (), **options: Any
+) -> None:
     schedule = build_schedule(name, p, m, v, **options)
     places = places or even_places(p, v)
-    report, gradients, forward = pipelined(layer, schedule, places)
+    report, gradients, forward = pipelined(layer, schedule, places, units=units)
     expected_report, expected_gradients = plain(layer, m)
     assert_close(gradients, expected_gradients)
     assert_close((report, forward), (expected_report, expected_report))
@@ -242,7 +248,7 @@ def test_gradients_of_bfloat16_parameters_are_summed_in_fp32():
     m = 300
     model = PipelineModel(
         embed=lambda p, one: one,
-        layer=lambda p, x, context, number: x + p["bias"],
+        runs=(LayerRun(lambda p, x, context, number: x + p["bias"], 1),),
         loss=lambda p, y, one: (y.astype(jnp.float32).sum(), {}),
         context=lambda one: (),
         embed_parameters=lambda p: {},
@@ -263,15 +269,35 @@ def test_gradients_of_bfloat16_parameters_are_summed_in_fp32():
     np.testing.assert_array_equal(gradient, np.full((2, 4), 300.0))
 
 
+@pytest.mark.parametrize(
+    ("layer", "name", "p", "v", "units"),
+    [
+        (everything, "1f1b", 1, 1, ((6, 3), (2, 2))),
+        (dropped, "1f1b", 2, 1, ((1, 1), (3, 3))),
+        (everything, "interleaved", 2, 2, ((2, 2),)),
+        (everything, "1f1b-low-memory", 2, 1, ((2, 2), (2, 1))),
+        (shifted, "gpipe", 2, 1, ((1, 1), (1, 1), (2, 2))),
+    ],
+)
+def test_layers_in_runs_and_units_give_the_gradients_of_plain_autodiff(layer, name, p, v, units):
+    check(layer, name, p, 3, v, units=units)
+
+
+def test_a_unit_may_hold_places_without_a_layer():
+    found = pipeline_layout(LAYERS, 2, layout="E|t*3|t||tt|t*2L")
+    places = tuple(map(tuple, found.places().tolist()))
+    check(everything, "interleaved", 2, 3, found.num_chunks, places, units=((2, 2), (1, 1)))
+
+
 # ---- what is kept ---------------------------------------------------------------------------------------------------
-def runner(layer: Any) -> StageRunner:
-    model = toy(layer, (tuple(range(LAYERS)),))
+def runs(layer: Any, units: Any = ()) -> list[Any]:
+    model = toy(layer, (tuple(range(LAYERS)),), 1, units)
     arrays = jax.tree.map(jnp.asarray, (parameters(), microbatches(2)))
-    return StageRunner(model, 1, *arrays, None, 0.0)
+    return StageRunner(model, 1, *arrays, None, 0.0).runs
 
 
 def kept_types(layer: Any) -> list[Any]:
-    return [t.dtype.kind for t in runner(layer).residual_types]
+    return [t.dtype.kind for t in runs(layer)[0].types]
 
 
 def test_masks_and_integers_of_the_context_are_computed_again_and_not_kept():
@@ -285,12 +311,20 @@ def test_what_is_drawn_from_a_key_is_kept():
 
 def test_a_layer_that_does_not_need_its_input_keeps_nothing():
     assert kept_types(shifted) == []
-    assert not runner(shifted).input_needed
-    assert runner(linear).input_needed
+    assert not runs(shifted)[0].input_needed
+    assert runs(linear)[0].input_needed
 
 
 def test_full_recompute_keeps_the_input_alone():
-    assert [t.shape for t in runner(recomputed).residual_types] == [(BATCH, SEQ, HIDDEN)]
+    assert [t.shape for t in runs(recomputed)[0].types] == [(BATCH, SEQ, HIDDEN)]
+
+
+def test_a_unit_of_several_layers_keeps_one_input_whatever_its_layers_need():
+    for layer in (everything, shifted):
+        units, single = runs(layer, ((6, 3), (2, 1)))
+        assert [t.shape for t in units.types] == [(BATCH, SEQ, HIDDEN)]
+        assert (units.num_units, units.first, single.num_units, single.first) == (2, 0, 2, 6)
+        assert len(single.types) == len(runs(layer)[0].types)
 
 
 # ---- what does not exist --------------------------------------------------------------------------------------------
@@ -298,3 +332,15 @@ def test_one_stage_with_chunks_is_refused():
     places = ((0, 1, 2, 3), (4, 5, 6, 7))
     with pytest.raises(ValueError, match="expected 1f1b with one stage"):
         pipelined(linear, build_schedule("interleaved", 1, 2, 2), places)
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        (((6, 1), (1, 1)), r"runs of \[6, 1\] places: expected the 8 places of a chunk"),
+        (((8, 3),), "a run of 8 places cannot be cut into units of 3"),
+    ],
+)
+def test_runs_that_do_not_cover_a_chunk_in_whole_units_are_refused(units, message):
+    with pytest.raises(ValueError, match=message):
+        runs(linear, units)

@@ -69,6 +69,17 @@ def test_forward_flops_are_two_a_weight_and_four_s_h_a_layer():
     assert backward_flops_per_token(GPT2) == 2 * forward_flops_per_token(GPT2)
 
 
+def test_a_window_leaves_the_band_below_the_diagonal():
+    # Row i of 1024 has min(i + 1, 128) keys; the formula counts a triangle of s rows as s^2 / 2, half a key a row less.
+    window = dataclasses.replace(GPT2, window=127)
+    keys = sum(min(row + 1, 128) for row in range(1024)) / 1024
+    assert attention_flops_per_token(window, causal_skip=True) / (12 * 4 * 768) == pytest.approx(keys, abs=0.5)
+    assert attention_flops_per_token(window, causal_skip=True) == 12 * 4 * 768 * (128 - 128**2 / 2048)
+    assert attention_flops_per_token(window) == attention_flops_per_token(GPT2)
+    whole = dataclasses.replace(GPT2, window=1023)
+    assert attention_flops_per_token(whole, causal_skip=True) == attention_flops_per_token(GPT2, causal_skip=True)
+
+
 def test_step_flops_agree_with_6nd_plus_12_l_h_s():
     tokens = 8 * 1024
     expected = 6 * matmul_parameters(GPT2) * tokens + 12 * 12 * 768 * 1024 * tokens
@@ -91,13 +102,15 @@ def test_the_references_ratio_to_6nd_is_met():
     assert ratio == pytest.approx(1.0246, abs=5e-5)
 
 
-def test_recompute_adds_a_forward_of_the_layers_or_of_attention():
+def test_recompute_adds_a_forward_of_the_layers_or_of_attention_and_blocks_their_scores():
     none, selective, full = (
         executed_flops_per_step(GPT2, 10, recompute=recompute) for recompute in ("none", "selective", "full")
     )
     assert none == model_flops_per_step(GPT2, 10)
     assert selective - none == 10 * attention_flops_per_token(GPT2)
     assert full - none == 10 * (forward_flops_per_token(GPT2) - 2 * 50257 * 768)
+    again = executed_flops_per_step(GPT2, 10, recompute="full", scores_again=True)
+    assert again - full == 10 * 2 * 1024 * 768 * 12
     with pytest.raises(ValueError, match="recompute 'some'"):
         executed_flops_per_step(GPT2, 10, recompute="some")
 

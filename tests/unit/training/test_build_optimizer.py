@@ -1,4 +1,4 @@
-"""Options of the optimizer and the schedules as they reach the step: in updates, whatever they are counted in."""
+"""Options of the optimizer and the schedules as they reach the step: in samples, whatever they are counted in."""
 
 import shlex
 
@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from jmegatron.config import Config, load_config, resolve
-from jmegatron.optimizer.schedules import LearningRateSchedule, WeightDecaySchedule
+from jmegatron.optimizer.schedules import LearningRateSchedule, Position, WeightDecaySchedule
 from jmegatron.training.build import (
     decoupled_schedule,
     learning_rate_schedule,
     optimizer_settings,
+    step_settings,
     weight_decay_schedule,
 )
 
@@ -24,25 +25,27 @@ def config(options: str) -> Config:
     return resolve(load_config(shlex.split(BASE + options)))
 
 
-def test_lengths_in_iterations_are_updates_and_a_fraction_may_end_within_one():
+def test_lengths_in_iterations_are_so_many_batches_and_a_fraction_may_end_within_one():
     got = learning_rate_schedule(config("--train-iters 250 --lr-warmup-fraction 0.01 --lr-decay-style cosine"))
-    assert got == LearningRateSchedule("cosine", 1.5e-4, 1.5e-5, 2.5, 250.0, samples_per_update=8)
+    assert got == LearningRateSchedule("cosine", 1.5e-4, 1.5e-5, 20.0, 2000.0, samples_per_update=8)
     got = learning_rate_schedule(
         config(
             "--train-iters 250 --lr-decay-iters 200 --lr-warmup-iters 10 --lr-warmup-init 1e-5 --lr-decay-style WSD "
             "--lr-wsd-decay-iters 20 --lr-wsd-decay-style minus_sqrt"
         )
     )
-    assert got == LearningRateSchedule("WSD", 1.5e-4, 1.5e-5, 10.0, 200.0, 1e-5, "minus_sqrt", 20.0, 8)
+    assert got == LearningRateSchedule(
+        "WSD", 1.5e-4, 1.5e-5, 80.0, 1600.0, 1e-5, "minus_sqrt", 160.0, samples_per_update=8
+    )
 
 
 def test_lengths_in_samples_may_end_within_an_update():
     options = "--train-samples 1003 --lr-warmup-samples 20 --lr-decay-style WSD --lr-wsd-decay-samples 100"
     got = learning_rate_schedule(config(options))
-    assert got == LearningRateSchedule("WSD", 1.5e-4, 1.5e-5, 2.5, 1003 / 8, wsd_decay=12.5, samples_per_update=8)
+    assert got == LearningRateSchedule("WSD", 1.5e-4, 1.5e-5, 20.0, 1003.0, wsd_decay=100.0, samples_per_update=8)
     assert config(options).training.train_iters == 125
     got = learning_rate_schedule(config("--train-samples 1003 --lr-decay-samples 500 --lr-warmup-fraction 0.1"))
-    assert got == LearningRateSchedule("linear", 1.5e-4, 1.5e-5, 6.25, 62.5, samples_per_update=8)
+    assert got == LearningRateSchedule("linear", 1.5e-4, 1.5e-5, 50.0, 500.0, samples_per_update=8)
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "inverse-square-root", "constant", "WSD"])
@@ -68,9 +71,28 @@ def test_the_decoupled_schedule_has_its_own_peak_and_minimum_alone():
 
 def test_weight_decay_grows_over_the_run_whatever_the_learning_rate_does():
     growing = " --lr-decay-iters 20 --weight-decay-incr-style cosine --start-weight-decay 0.01 --end-weight-decay 0.1"
-    assert weight_decay_schedule(config("--train-iters 40" + growing)) == WeightDecaySchedule("cosine", 0.01, 0.1, 40.0)
+    got = weight_decay_schedule(config("--train-iters 40" + growing))
+    assert got == WeightDecaySchedule("cosine", 0.01, 0.1, 320.0, samples_per_update=8)
     constant = weight_decay_schedule(config("--train-iters 40 --weight-decay 0.3"))
     np.testing.assert_array_equal(constant.in_float64(np.arange(50)), 0.3)
+
+
+def test_where_a_run_goes_on_reaches_every_schedule():
+    position = Position(updates=3, samples=50)
+    growing = "--train-iters 40 --decoupled-lr 1e-3 --weight-decay-incr-style linear"
+    options = config(growing + " --start-weight-decay 0.0 --end-weight-decay 0.1")
+    decoupled = decoupled_schedule(options, position)
+    assert decoupled is not None
+    for schedule in (
+        learning_rate_schedule(options, position),
+        decoupled,
+        weight_decay_schedule(options, position),
+        optimizer_settings(options, position).weight_decay,
+        step_settings(options, "cpu", position).optimizer.weight_decay,
+    ):
+        assert schedule.position == position
+        assert float(schedule(13)) == pytest.approx(float(schedule.in_float64(np.array(13))))
+    assert float(decoupled(13)) == pytest.approx(1e-3 + (1.5e-5 - 1e-3) * (50 + 10 * 8) / 320)
 
 
 def test_every_option_of_an_optimizer_reaches_it():

@@ -21,6 +21,7 @@ from jmegatron.config import LoggingConfig, load_config
 from jmegatron.errors import UsageError
 from jmegatron.planner import cards
 from jmegatron.training import loop
+from jmegatron.training.build import attention_line
 from jmegatron.training.program import build_program, resolve_for_run
 from jmegatron.training.report import Reporter, StepReport, perplexity
 
@@ -115,6 +116,23 @@ def test_the_start_up_log_states_the_convention(tmp_path: Path, monkeypatch: pyt
     assert "MFU not reported: no peak known for cpu" in out
     for part in ("versions: ", "devices: 4 x cpu", "XLA_FLAGS: ", "mesh: pp 1, dp 4", "parameters: 28,032 (", "MiB"):
         assert part in out
+    assert "attention: unfused (auto; not fused since the platform is cpu, not an NVIDIA GPU, " in out
+
+
+@pytest.mark.parametrize(
+    ("options", "platform", "line"),
+    [
+        ("--bf16 --attention-dropout 0", "cuda", "attention: fused (auto)"),
+        ("--bf16", "cuda", "attention: unfused (auto; not fused since attention_dropout is 0.1, not 0)"),
+        ("--bf16 --attention-backend unfused", "cuda", "attention: unfused (as asked for)"),
+        ("--bf16 --attention-backend fused --attention-dropout 0", "cuda", "attention: fused (as asked for)"),
+    ],
+)
+def test_the_log_says_which_attention_runs_and_why(options: str, platform: str, line: str) -> None:
+    words = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
+    words += " --micro-batch-size 1 --global-batch-size 4 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 64"
+    config = resolve_for_run(load_config([*words.split(), *options.split()]), 1)[0]
+    assert attention_line(config, platform) == line
 
 
 def test_saving_and_evaluating_count_neither_as_step_time_nor_hide_queued_steps(
