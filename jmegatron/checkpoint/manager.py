@@ -1,7 +1,7 @@
 """A folder of Orbax checkpoints, one sub-folder a step. Each process writes and reads its own shards.
 
     <folder>/<step>/state   the TrainState, every leaf with its global shape: it restores onto any mesh
-    <folder>/<step>/meta    JSON: step, consumed_samples, schedule_position (updates done, and the samples that they had),
+    <folder>/<step>/meta    JSON: step, consumed_samples, schedule_position (updates done and samples that they had),
                             the resolved config as YAML, versions
 
 Megatron-LM training/checkpointing.py. Retention, integrity and fallback are not here yet: Orbax alone decides which

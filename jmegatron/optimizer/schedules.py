@@ -50,13 +50,17 @@ class Position:
         return Position(updates, self.samples + (updates - self.updates) * samples_per_update)
 
 
+START = Position()
+"""Where a run begins that goes on from no checkpoint."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _InSamples:
     """What turns samples into updates."""
 
     samples_per_update: int = 1
     """Global batch."""
-    position: Position = Position()
+    position: Position = START
     """Where updates of so many samples began."""
 
     def _bound(self, samples: float) -> Fraction:
@@ -64,7 +68,7 @@ class _InSamples:
         return self.position.updates + (Fraction(samples) - self.position.samples) / self.samples_per_update
 
     def _since(self, count: Any, first: float, dtype: Any) -> Any:
-        """Returns the updates since `first` samples were counted, the difference rounded once however large count is."""
+        """Returns the updates since `first` samples were counted, rounded once however large count is."""
         bound = self._bound(first)
         whole = _whole(bound)
         return (count - whole).astype(dtype) - dtype(float(bound - whole))

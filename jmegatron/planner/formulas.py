@@ -183,15 +183,15 @@ def executed_flops_per_step(
     `scores_again`: attention's backward multiplies queries and keys again, instead of keeping s x s probabilities. So
     does every attention here, but what cuDNN multiplies inside of itself is not counted.
 
-    `recompute` is "none", "selective" (the attention products run again) or "full" (the forward of every layer runs
-    again; the output layer is kept).
+    `recompute` is "none", "selective" (norms and activations run again, no product) or "full" (the forward of every
+    layer runs again; the output layer is kept).
 
     Raises:
         ValueError: `recompute` is none of the three.
     """
     layers = 2 * shape.num_layers * (_attention_weights(shape) + _mlp_weights(shape))
     attention = attention_flops_per_token(shape, causal_skip)
-    again = {"none": 0.0, "selective": attention, "full": layers + attention}
+    again = {"none": 0.0, "selective": 0.0, "full": layers + attention}
     if recompute not in again:
         raise ValueError(f"recompute {recompute!r}: expected one of {', '.join(again)}")
     scores = attention / 2 if scores_again else 0.0

@@ -21,7 +21,7 @@ from jmegatron.ops.attention import Backend, choose_backend, fused_obstacles
 from jmegatron.ops.rotary import RotaryScaling
 from jmegatron.optimizer.loss_scaler import LossScalerSettings
 from jmegatron.optimizer.optimizers import OptimizerSettings
-from jmegatron.optimizer.schedules import LearningRateSchedule, Position, WeightDecaySchedule
+from jmegatron.optimizer.schedules import START, LearningRateSchedule, Position, WeightDecaySchedule
 from jmegatron.pipeline.layout import pipeline_layout
 from jmegatron.planner.formulas import GPTShape
 from jmegatron.training.stages import PipelineSettings
@@ -187,7 +187,7 @@ def _batch(config: Config) -> int:
     return config.training.global_batch_size
 
 
-def learning_rate_schedule(config: Config, position: Position = Position()) -> LearningRateSchedule:
+def learning_rate_schedule(config: Config, position: Position = START) -> LearningRateSchedule:
     """Returns the schedule of a run that starts at `position`.
 
     A warm-up fraction may end within an iteration, as in the reference.
@@ -209,7 +209,7 @@ def learning_rate_schedule(config: Config, position: Position = Position()) -> L
     )
 
 
-def decoupled_schedule(config: Config, position: Position = Position()) -> LearningRateSchedule | None:
+def decoupled_schedule(config: Config, position: Position = START) -> LearningRateSchedule | None:
     """Returns the schedule of word embedding and output layer, None where it is that of all."""
     rate, minimum = config.optimizer.decoupled_lr, config.optimizer.decoupled_min_lr
     if rate is None:
@@ -218,7 +218,7 @@ def decoupled_schedule(config: Config, position: Position = Position()) -> Learn
     return dataclasses.replace(common, peak=rate, minimum=common.minimum if minimum is None else minimum)
 
 
-def weight_decay_schedule(config: Config, position: Position = Position()) -> WeightDecaySchedule:
+def weight_decay_schedule(config: Config, position: Position = START) -> WeightDecaySchedule:
     """Returns the schedule of weight decay; it grows over the whole run, whatever the learning rate does."""
     optimizer, training = config.optimizer, config.training
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
@@ -234,7 +234,7 @@ def weight_decay_schedule(config: Config, position: Position = Position()) -> We
     )
 
 
-def optimizer_settings(config: Config, position: Position = Position()) -> OptimizerSettings:
+def optimizer_settings(config: Config, position: Position = START) -> OptimizerSettings:
     """Returns the numbers of the optimizer of a run that starts at `position`."""
     optimizer = config.optimizer
     return OptimizerSettings(
@@ -271,7 +271,7 @@ def pipeline_settings(config: Config) -> PipelineSettings:
     )
 
 
-def step_settings(config: Config, platform: str, position: Position = Position()) -> StepSettings:
+def step_settings(config: Config, platform: str, position: Position = START) -> StepSettings:
     """Returns what a training step needs to know, in a run whose schedules start at `position`.
 
     Raises:

@@ -22,7 +22,7 @@ from jmegatron.data.gpt_dataset import Sources
 from jmegatron.data.loader import GlobalBatchLoader
 from jmegatron.errors import TrainingError
 from jmegatron.mesh import rank_coordinates
-from jmegatron.optimizer.schedules import Position
+from jmegatron.optimizer.schedules import START
 from jmegatron.planner import cards, formulas
 from jmegatron.training import startup
 from jmegatron.training.agreement import agree, data_facts, program_digest
@@ -81,7 +81,7 @@ def run(config: Config, devices: list[Any] | None = None, job: Job | None = None
     if job.store is not None:
         agree(job, "data", data_facts(jax.local_devices(), sources, resume.step if resume else None))
     cache = startup.configure_compilation_cache(config)
-    program = build_program(config, devices, resume.position if resume else Position())
+    program = build_program(config, devices, resume.position if resume else START)
     schedule = program.settings.pipeline.build(program.num_microbatches)
     for line in startup.startup_lines(config, program.mesh, program.specs, cache) + startup.pipeline_lines(schedule):
         _say_first(line)

@@ -18,7 +18,7 @@ from jmegatron.data.sampler import CyclicOrder, SampleOrder, SequentialOrder
 from jmegatron.data.tokenizers import build_tokenizer, tokenizer_settings
 from jmegatron.mesh import PIPELINE_AXIS, SEQUENCE_AXIS, build_mesh
 from jmegatron.optimizer.optimizers import build_optimizer, map_parameters
-from jmegatron.optimizer.schedules import LearningRateSchedule, Position
+from jmegatron.optimizer.schedules import START, LearningRateSchedule, Position
 from jmegatron.training.batches import BatchPlacer, CompactBatch, compact_shardings
 from jmegatron.training.build import decoupled_schedule, learning_rate_schedule, step_settings
 from jmegatron.training.state import TrainState, init_state, train_state_shardings
@@ -204,7 +204,7 @@ def state_shardings(settings: StepSettings, specs: Any, optimizer: Any, mesh: Me
     )
 
 
-def build_program(config: Config, devices: list[Any], position: Position = Position()) -> Program:
+def build_program(config: Config, devices: list[Any], position: Position = START) -> Program:
     """Returns the program of a resolved config on the devices; compiles nothing.
 
     Args:

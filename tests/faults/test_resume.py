@@ -142,9 +142,9 @@ def reference_rate(num_steps: int) -> float:
 
 
 SCHEDULE = (
-    "--train-iters null --train-samples 240 --lr-decay-style cosine --lr 1e-2 --min-lr 2e-3 --lr-warmup-init 1e-3 "
-    "--lr-warmup-samples 30 --lr-decay-samples 110"
-).split()
+    *("--train-iters", "null", "--train-samples", "240", "--lr-decay-style", "cosine", "--lr", "1e-2"),
+    *("--min-lr", "2e-3", "--lr-warmup-init", "1e-3", "--lr-warmup-samples", "30", "--lr-decay-samples", "110"),
+)
 
 
 def test_learning_rate_goes_on_from_the_samples_of_the_updates_done_through_restarts_with_other_batches(

@@ -187,7 +187,9 @@ def test_a_bad_loss_stops_the_run_with_step_leaf_and_rank(tmp_path: Path, monkey
         return state
 
     monkeypatch.setattr(Program, "init", init)
-    said = r"step 1: not finite: loss nan \(data-parallel ranks 2\), gradient of .*, on rank 2 \(pp 0, dp 2, .*\); fix: "
+    said = (
+        r"step 1: not finite: loss nan \(data-parallel ranks 2\), gradient of .*, on rank 2 \(pp 0, dp 2, .*\); fix: "
+    )
     with pytest.raises(TrainingError, match=said):
         train(tmp_path, *NO_DROPOUT, devices=4)
 
@@ -195,6 +197,6 @@ def test_a_bad_loss_stops_the_run_with_step_leaf_and_rank(tmp_path: Path, monkey
 def test_a_run_whose_loss_explodes_ends_with_status_1_and_one_message(tmp_path: Path) -> None:
     done = train_process(tmp_path, *NO_DROPOUT, "--lr", "1e30", "--num-cpu-devices", "2", "--no-compilation-cache")
     assert done.returncode == 1
-    said = r"step \d+: not finite: loss \w+ \(data-parallel ranks 0, 1\), gradient of \S+.*, on rank 0 .* and 1 more; fix: "
+    said = r"step \d+: not finite: loss \w+ \(data-parallel ranks 0, 1\), gradient of \S+.*, on rank 0 .* and 1 more;"
     assert re.search(said, done.stderr)
     assert "Traceback" not in done.stderr

@@ -379,8 +379,20 @@ def test_a_jax_without_the_private_interface_falls_back_or_says_what_is_missing(
         attention(*arrays(Case(), jnp.bfloat16)[:3], causal=True, backend="fused")
 
 
-def test_this_jax_has_the_private_interface():
+def test_this_jax_has_the_private_interface_and_lowers_both_ways_for_gpus_in_a_shard_map(monkeypatch):
     assert fused_attention.missing_parts() is None
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(query, key, value, d_out):
+        core = lambda *arrays: attention(*arrays, causal=True, window=7, backend="fused")[0]  # noqa: E731
+        return jax.vjp(core, query, key, value)[1](d_out)
+
+    spec = P(None, None, "tp")
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
+    traced = step.trace(*arrays(Case(16, 16), jnp.bfloat16))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__cudnn$fmhaSoftmax(") == text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
 
 
 def test_an_unknown_backend_is_named_with_the_known_ones():

@@ -13,7 +13,7 @@ import pytest
 from golden.megatron_weights import DATA, recorded
 from tolerances import LEARNING_RATE_RELATIVE
 
-from jmegatron.optimizer.schedules import STYLES, WSD_STYLES, LearningRateSchedule, Position, WeightDecaySchedule
+from jmegatron.optimizer.schedules import START, STYLES, WSD_STYLES, LearningRateSchedule, Position, WeightDecaySchedule
 
 SETTINGS = json.loads((DATA / "tables" / "lr_schedules.json").read_text())
 COUNTS = np.arange(101)
@@ -78,7 +78,7 @@ SEGMENTS = ((3, 4), (4, 7), (5, 3), (2, 17))
 
 def restarted(build: Callable[..., Any]) -> list[tuple[Any, np.ndarray, np.ndarray]]:
     """(schedule, its counts, the samples before each of those updates) of each segment."""
-    position, updates, samples, parts = Position(), 0, 0, []
+    position, updates, samples, parts = START, 0, 0, []
     for number, batch in SEGMENTS:
         schedule = build(samples_per_update=batch, position=position)
         parts.append((schedule, updates + np.arange(number), samples + batch * np.arange(number)))
@@ -105,7 +105,7 @@ def test_restarts_with_other_batches_go_on_along_the_recorded_curves(name):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_restart_with_the_same_batch_is_the_same_schedule_bit_by_bit(name):
     once = learning_rate(SETTINGS[name], samples_per_update=3)
-    again = learning_rate(SETTINGS[name], samples_per_update=3, position=Position().after(7, 3).after(12, 3))
+    again = learning_rate(SETTINGS[name], samples_per_update=3, position=START.after(7, 3).after(12, 3))
     counts = jnp.arange(12, 33)
     np.testing.assert_array_equal(jax.vmap(again)(counts), jax.vmap(once)(counts))
 

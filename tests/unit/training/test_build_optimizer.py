@@ -79,8 +79,8 @@ def test_weight_decay_grows_over_the_run_whatever_the_learning_rate_does():
 
 def test_where_a_run_goes_on_reaches_every_schedule():
     position = Position(updates=3, samples=50)
-    growing = "--train-iters 40 --decoupled-lr 1e-3 --weight-decay-incr-style linear"
-    options = config(growing + " --start-weight-decay 0.0 --end-weight-decay 0.1")
+    growing = " --weight-decay-incr-style linear --start-weight-decay 0.0 --end-weight-decay 0.1"
+    options = config("--vocab-size 61 --padded-vocab-size 64 --train-iters 40 --decoupled-lr 1e-3" + growing)
     decoupled = decoupled_schedule(options, position)
     assert decoupled is not None
     for schedule in (
