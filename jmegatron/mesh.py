@@ -50,7 +50,7 @@ def build_mesh(devices: Sequence[Any], *, pp: int = 1, dp: int = 1, ep: int = 1,
 
 
 def batch_spec(*leading: None) -> PartitionSpec:
-    """Returns the spec of an array [*leading, batch, ...]: batch over (dp, ep), whole sequences (cp cuts in the step)."""
+    """Returns the spec of an array [*leading, batch, ...]: batch over (dp, ep), sequences whole (a step cuts them)."""
     return PartitionSpec(*leading, BATCH_AXES)
 
 

@@ -162,8 +162,10 @@ def _drop_values(row: OtherFlag, rest: list[str], has_value: bool) -> None:
 
 
 def _is_number(text: str) -> bool:
+    """Returns whether it is a number, or several between commas, as of --window-size -1,0."""
     try:
-        float(text)
+        for part in text.split(","):
+            float(part)
     except ValueError:
         return False
     return True

@@ -197,7 +197,7 @@ def cp_comm_types(config: Config) -> tuple[str, ...]:
                 f"number {place + 1} of their chunks",
                 expected="the same values in the same order in each of the "
                 f"{split.num_stages * num_chunks_of(split)} chunks, since one program runs them all",
-                fix=f"repeat the {len(places)} values of one chunk, or give one value for all layers",
+                fix="give one value for all layers, or one to each place of a chunk and to its layers in all chunks",
             )
     return tuple(types[layers[0]] for layers in places)
 

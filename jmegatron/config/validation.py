@@ -203,7 +203,7 @@ def validate_for_devices(config: Config, num_devices: int) -> int:
         sizes = ", ".join(f"{name} {size}" for name, size in _degrees(config).items() if size > 1)
         raise problem(
             "The devices cannot be divided among the degrees of parallelism.",
-            where=names,
+            where=(*(name for name in names if _degrees(config)[name] > 1), "num_cpu_devices"),
             got=f"{num_devices} devices; {sizes}, product {product}",
             expected="the number of devices to be a multiple of the product",
             fix=f"lower a degree so that the product divides {num_devices}, or use a multiple of {product} devices "
@@ -690,7 +690,8 @@ def _check_heads_of_a2a(config: Config) -> None:
             f"tensor_model_parallel_size {tp} ({model.num_attention_heads // tp} query and {own} key/value heads a "
             f"device), context_parallel_size {cp}",
             expected="the heads and the key/value heads of a device to be multiples of context_parallel_size",
-            fix=f"set --context-parallel-size to one of {_divisors(own)}, or use --cp-comm-type p2p or all_gather",
+            fix="use --cp-comm-type p2p or all_gather"
+            + (f", or set --context-parallel-size to one of {_divisors(own)}" if own > 1 else ""),
         )
 
 

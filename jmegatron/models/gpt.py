@@ -113,7 +113,10 @@ class GPTSettings:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """One micro-batch of this rank: its tokens of each sequence, ordered as `context_parallel.layout` has it. A pytree."""
+    """One micro-batch of this rank: its tokens of each sequence, in the order of `context_parallel.layout`.
+
+    A pytree.
+    """
 
     tokens: Any
     """Integer [batch, seq_cp] of seq / cp tokens. (A pytree's fields also hold specs and abstract arrays.)"""

@@ -27,7 +27,7 @@ from jmegatron.planner import cards, formulas
 from jmegatron.training import startup
 from jmegatron.training.agreement import agree, data_facts, program_digest
 from jmegatron.training.batches import CompactBatch
-from jmegatron.training.build import formula_shape
+from jmegatron.training.build import attention_backend, formula_shape
 from jmegatron.training.evaluation import Evaluator
 from jmegatron.training.job import SLOW_MINUTES, Job
 from jmegatron.training.profile import Profile
@@ -75,12 +75,13 @@ def run(config: Config, devices: list[Any] | None = None, job: Job | None = None
     if resume:
         check_same_model(config, resume)
     check_save_folder(config.checkpoint.save, resume.step if resume else 0)
+    attention_backend(config, devices[0].platform)  # refuses what cannot serve
+    cache = startup.configure_compilation_cache(config)
     _say_first("preparing the data ...")
     job.watch("preparing the data", SLOW_MINUTES)
     sources = build_data(config, tokenizer, resume)
     if job.store is not None:
         agree(job, "data", data_facts(jax.local_devices(), sources, resume.step if resume else None))
-    cache = startup.configure_compilation_cache(config)
     program = build_program(config, devices, resume.position if resume else START)
     schedule = program.settings.pipeline.build(program.num_microbatches)
     for line in startup.startup_lines(config, program.mesh, program.specs, cache) + startup.pipeline_lines(schedule):

@@ -222,9 +222,9 @@ def one_layer(case):
 
 @pytest.mark.parametrize("case", on_h100(SHORT))
 def test_a_step_needs_the_bytes_a_parameter_of_theory_and_those_of_one_layers_gradients(case):
-    """18 bytes; with the distributed optimizer 6 + 12/d. Where gradients are reduced in the loop their reduced part comes
-    on top (4/d), where parameters lie divided whole ones do (2, beside 2/d). Beyond: of the layer at work its gradients
-    in bf16 and sums of a leaf; in the loop also what is reduced. All activations together are 0.06 bytes a parameter.
+    """18 bytes; with the distributed optimizer 6 + 12/d. Where gradients are reduced in the loop their part is on top
+    (4/d), where parameters lie divided whole ones do (2, beside 2/d). Beyond: of the layer at work its gradients in
+    bf16 and sums of a leaf; in the loop also what is reduced. All activations together are 0.06 bytes a parameter.
     """
     memory, count, layer = hlo.memory(compiled(case)), sum(size for _, size, _ in elements(case)), one_layer(case)
     theory = (18, 6 + 12 / case.dp, 6 + 16 / case.dp, 6 + 18 / case.dp)[len(case.switches)]

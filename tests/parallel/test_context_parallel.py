@@ -23,6 +23,7 @@ from tolerances import GRADIENT_RELATIVE, LOSS_RELATIVE
 from jmegatron.data.borders import Borders
 from jmegatron.models.gpt import GPTSettings, Tokens, gpt_loss
 from jmegatron.models.transformer import LayerParallel
+from jmegatron.pipeline.layout import pipeline_layout
 
 VOCAB, SEQ, ROWS = 29, 16, 4
 """16 tokens are the fewest that 8 ranks can hold: chunks of one."""
@@ -71,24 +72,38 @@ def check(cp: int, comm_type: str, family: str = "gpt2", data: str = "plain", dr
     assert_equal_steps(got, one_device(model(family, **options), data, dropout))
 
 
+CASES = [
+    (2, "p2p", dict()),
+    (4, "p2p", dict(family="llama", tp=2, sequence_parallel=True, data="packed")),
+    (8, "p2p", dict(family="llama")),
+    (2, "p2p", dict(dropout=True, dp=2, tp=2, recompute="selective")),
+    (2, "p2p", dict(family="one_kv_head", tp=4, sequence_parallel=True, data="packed")),
+    (4, "p2p", dict(family="one_kv_head", pp=2, recompute="full", window=5)),
+    (2, "p2p", dict(pp=2, tp=2, num_layers=4, data="packed", dropout=True)),
+    (4, "all_gather", dict(family="llama", tp=2, dropout=True)),
+    (8, "all_gather", dict(data="packed")),
+    (2, "all_gather", dict(pp=2, dp=2, num_layers=4, recompute="selective")),
+    (2, "a2a", dict(family="llama", tp=2, sequence_parallel=True, data="packed", dropout=True)),
+    (4, "a2a", dict(family="llama", dp=2, window=3)),
+    (8, "a2a", dict()),
+]
+
+
+def name_of(case) -> str:
+    cp, comm_type, more = case
+    return "-".join([f"cp{cp}", comm_type, *(f"{name}_{value}" for name, value in more.items())])
+
+
+# With the newest JAX one of each kind of communication runs.
+QUICK = (1, 8, 10)
+
+
 @pytest.mark.parametrize(
     ("cp", "comm_type", "more"),
     [
-        (2, "p2p", dict()),
-        (4, "p2p", dict(family="llama", tp=2, sequence_parallel=True, data="packed")),
-        (8, "p2p", dict(family="llama")),
-        (2, "p2p", dict(dropout=True, dp=2, tp=2, recompute="selective")),
-        (2, "p2p", dict(family="one_kv_head", tp=4, sequence_parallel=True, data="packed")),
-        (4, "p2p", dict(family="one_kv_head", pp=2, recompute="full", window=5)),
-        (2, "p2p", dict(pp=2, tp=2, num_layers=4, data="packed", dropout=True)),
-        (4, "all_gather", dict(family="llama", tp=2, dropout=True)),
-        (8, "all_gather", dict(data="packed")),
-        (2, "all_gather", dict(pp=2, dp=2, num_layers=4, recompute="selective")),
-        (2, "a2a", dict(family="llama", tp=2, sequence_parallel=True, data="packed", dropout=True)),
-        (4, "a2a", dict(family="llama", dp=2, window=3)),
-        (8, "a2a", dict()),
+        pytest.param(*case, id=name_of(case), marks=[] if number in QUICK else [pytest.mark.slow])
+        for number, case in enumerate(CASES)
     ],
-    ids=str,
 )
 def test_context_parallel_gives_the_one_device_loss_norm_and_gradients(cp, comm_type, more):
     check(cp, comm_type, **more)
@@ -97,6 +112,12 @@ def test_context_parallel_gives_the_one_device_loss_norm_and_gradients(cp, comm_
 def test_two_chunks_a_stage_with_a_ring_equal_one_device():
     settings = model(num_layers=4)
     check(2, "p2p", num_layers=4, pp=2, places=even_places(settings, 2, 2), schedule="interleaved")
+
+
+@pytest.mark.slow
+def test_a_ring_in_stages_of_different_length_equals_one_device():
+    places = pipeline_layout(num_stages=2, num_layers=3, first_stage_layers=1).places()
+    check(2, "p2p", num_layers=3, pp=2, tp=2, sequence_parallel=True, places=places.tolist())
 
 
 @pytest.mark.parametrize("comm_type", ["all_gather", "a2a"])

@@ -103,11 +103,6 @@ def test_values_in_the_references_words_are_read_everywhere():
             assert getattr(getattr(file, section), name) == expected
 
 
-def test_a_window_that_begins_with_a_dash_needs_the_equals_sign(capsys):
-    assert load_config([*BASE, "--window-size=-1,-1"]).model.window_size == "-1,-1"
-    assert "--window-size=VALUE" in refusal(capsys, "--window-size", "-1,-1")
-
-
 def test_the_first_unsupported_flag_of_a_pasted_line_is_named(capsys):
     err = refusal(capsys, "--multi-latent-attention", "--use-torch-fsdp2", "--no-such-flag")
     assert err.splitlines()[0].endswith("--multi-latent-attention is a Megatron-LM flag that is not supported here.")
@@ -228,6 +223,8 @@ def test_equals_negative_and_scientific_values_are_read(capsys):
     for value in ("-1e-5", "-3", "-.5"):
         assert "min_lr is out of range" in refusal(capsys, "--min-lr", value)
         assert "min_lr is out of range" in refusal(capsys, f"--min-lr={value}")
+    for words in (["--window-size", "-1,0"], ["--window-size=-1,0"]):
+        assert load_config([*BASE, *words]).model.window_size == "-1,0"
 
 
 def test_the_last_of_a_repeated_option_counts():
