@@ -30,10 +30,10 @@ def kept_runs(options: str, num_layers: int = 2) -> list[KeptRun]:
         found.append(self.runs)
 
     words = (
-        f"--num-layers {num_layers} --hidden-size {HIDDEN} --ffn-hidden-size {4 * HIDDEN} --num-attention-heads {HEADS} "
-        f"--seq-length {SEQ} --max-position-embeddings {SEQ} --vocab-size 100 --micro-batch-size {BATCH} "
-        f"--global-batch-size {2 * BATCH} --mock-data --lr 1e-4 --train-iters 10 --bf16 --attention-dropout 0 "
-        f"--tensor-model-parallel-size {TP} --sequence-parallel {options}"
+        f"--num-layers {num_layers} --hidden-size {HIDDEN} --ffn-hidden-size {4 * HIDDEN} "
+        f"--num-attention-heads {HEADS} --seq-length {SEQ} --max-position-embeddings {SEQ} --vocab-size 100 "
+        f"--micro-batch-size {BATCH} --global-batch-size {2 * BATCH} --mock-data --lr 1e-4 "
+        f"--train-iters 10 --bf16 --attention-dropout 0 --tensor-model-parallel-size {TP} --sequence-parallel {options}"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StageRunner, "_find_types", find_types)
@@ -58,7 +58,7 @@ def bytes_of(types: list[jax.ShapeDtypeStruct]) -> int:
 @pytest.mark.parametrize(
     ("options", "units"),
     [
-        # Input and residual 2 + 2, queries, keys, values and the core's output 8, its fp32 log-sum-exp, pre-activation 8.
+        # Input and residual 2 + 2; queries, keys, values, core's output 8 and its log-sum-exp; pre-activation 8.
         ("--hidden-dropout 0 --recompute-granularity selective", 20 + LSE),
         ("--hidden-dropout 0.1 --recompute-activations", 20 + LSE + 2),  # two masks
         ("--hidden-dropout 0 --recompute-activations --recompute-modules core_attn layernorm mlp", 12 + LSE),
