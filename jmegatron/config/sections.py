@@ -303,7 +303,7 @@ class TrainingConfig:
     recompute_num_layers: int | None = None
     """With granularity full and method uniform: consecutive layers of a chunk of which the first one's input alone is kept; the last of them may be fewer. With method block: recomputed layers of a chunk. A number over the chunk's layers means all. Derived with uniform: 1."""  # noqa: E501
     recompute_modules: tuple[str, ...] = ()
-    """Parts of a layer that are recomputed, with granularity selective: core_attn (always; scores, softmax and their product with the values), layernorm (adds nothing: norms are recomputed with core_attn as well), mlp (the pre-activation is not kept). Derived with selective: core_attn."""  # noqa: E501
+    """Parts of a layer that are recomputed, with granularity selective: core_attn (the scores, which no attention here keeps; its output is kept), layernorm (adds nothing: norms are always recomputed), mlp (the pre-activation is not kept). Derived with selective: core_attn."""  # noqa: E501
     label_smoothing: float = 0.0
     """Own option: probability mass spread over the whole vocabulary, in [0, 1)."""
 
