@@ -16,7 +16,6 @@ from jmegatron.collectives import axis_rank, axis_size
 
 Order = Literal["zigzag", "contiguous"]
 CommType = Literal["p2p", "all_gather", "a2a"]
-COMM_TYPES: tuple[CommType, ...] = ("p2p", "all_gather", "a2a")
 
 
 @dataclasses.dataclass(frozen=True)
