@@ -32,6 +32,7 @@ from jmegatron.context_parallel import ring
 from jmegatron.context_parallel.blocks import Blocks, Masks, Queries, joined
 from jmegatron.context_parallel.layout import to_order
 from jmegatron.ops.attention import attention, attention_backward, attention_forward
+from jmegatron.ops.attention_mask import AttentionMask
 from jmegatron.planner import cards, formulas
 from jmegatron.training import startup
 from jmegatron.training.build import formula_shape
@@ -144,8 +145,9 @@ def check_attention(sizes: Sizes) -> list[dict[str, Any]]:
 
     @jax.jit
     def primitives(query, key, value, d_out):
-        out, lse = attention_forward(query, key, value, **options)
-        return out, *attention_backward(query, key, value, out, lse, d_out, **options)
+        mask = AttentionMask(causal=True)
+        out, lse = attention_forward(query, key, value, mask, backend=sizes.backend)
+        return out, *attention_backward(query, key, value, out, lse, d_out, mask, backend=sizes.backend)
 
     names = ("out", "dq", "dk", "dv")
     flops = 4 * sizes.batch * sizes.heads * sizes.head_dim * sizes.seq**2 / 2

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Integer
 from jmegatron.collectives import axis_rank, vary_like
 from jmegatron.context_parallel.layout import Order, tokens_of
 from jmegatron.ops.attention import AttentionDropout, Backend, TokenIds, attention_backward, attention_forward
+from jmegatron.ops.attention_mask import AttentionMask
 
 Place = int | Integer[Array, ""]
 """Of a piece among a rank's pieces, or of a step around the ring; may be traced."""
@@ -123,9 +124,8 @@ class Blocks:
         ids = self._token_ids(0, query, masks)
         whole = TokenIds(*(None if x is None else joined(x, dim) for x, dim in ((ids.index, 0), (ids.segments, 1))))
         key, value = joined(key_value, 2)
-        out, lse = attention_forward(
-            joined(query, 1), key, value, **self._keywords(whole, whole, masks, causal=self.causal)
-        )
+        mask = self._mask(whole, whole, masks, causal=self.causal)
+        out, lse = attention_forward(joined(query, 1), key, value, mask, **self._results)
         return Merged(self.cut(out, 1).astype(jnp.float32), self.cut(lse, 2))
 
     def attend(
@@ -134,8 +134,8 @@ class Blocks:
         """Returns the attention of some blocks of a step: a piece each, in the order of the pairs."""
 
         def attend(query, key_value, query_tokens, key_tokens):
-            keywords = self._keywords(query_tokens, key_tokens, masks, causal=causal)
-            return attention_forward(query, key_value[0], key_value[1], **keywords)
+            mask = self._mask(query_tokens, key_tokens, masks, causal=causal)
+            return attention_forward(query, key_value[0], key_value[1], mask, **self._results)
 
         tokens = self._token_ids_of(step, pairs, query, masks)
         return Merged(*jax.vmap(attend)(_take(query, pairs.queries), _take(key_value, pairs.keys), *tokens))
@@ -159,8 +159,9 @@ class Blocks:
 
         def backward(queries, key_value, query_tokens, key_tokens):
             query, out, lse, d_out = queries
-            keywords = self._keywords(query_tokens, key_tokens, masks, causal=causal)
-            d_query, *d_key_value = attention_backward(query, key_value[0], key_value[1], out, lse, d_out, **keywords)
+            mask = self._mask(query_tokens, key_tokens, masks, causal=causal)
+            arrays = query, key_value[0], key_value[1], out, lse, d_out
+            d_query, *d_key_value = attention_backward(*arrays, mask, **self._results)
             return Gradients(d_query, jnp.stack(d_key_value))
 
         tokens = self._token_ids_of(step, pairs, queries.query, masks)
@@ -173,11 +174,14 @@ class Blocks:
         )
 
     # ---- what is masked in a block ----
-    def _keywords(self, query_tokens: TokenIds, key_tokens: TokenIds, masks: Masks, *, causal: bool) -> dict[str, Any]:
+    def _mask(self, query_tokens: TokenIds, key_tokens: TokenIds, masks: Masks, *, causal: bool) -> AttentionMask:
+        return AttentionMask(causal, self.window, query_tokens, key_tokens, masks.dropout)
+
+    @property
+    def _results(self) -> dict[str, Any]:
+        """How a block is computed, and in which dtype its results come."""
         # Sums over blocks are fp32. Widening what a kernel rounded already is left to the sum, which reads it anyway.
-        out_dtype = None if self.backend == "fused" else jnp.float32
-        options = dict(window=self.window, dropout=masks.dropout, backend=self.backend, out_dtype=out_dtype)
-        return dict(causal=causal, query_tokens=query_tokens, key_tokens=key_tokens, **options)
+        return dict(backend=self.backend, out_dtype=None if self.backend == "fused" else jnp.float32)
 
     def _token_ids_of(self, step: Place, pairs: Pairs, query: Array, masks: Masks) -> tuple[TokenIds, TokenIds]:
         """Returns those of the queries and of the keys of some blocks of a step."""

@@ -111,34 +111,24 @@ class _Call:
 
 
 def _call(
-    query: Array,
-    key: Array,
-    causal: bool,
-    window: int | None,
-    query_tokens: TokenIds | None,
-    key_tokens: TokenIds | None,
-    dropout: AttentionDropout | None,
-    backend: Backend,
-    scale: float | None,
-    block_size: int,
+    query: Array, key: Array, mask: AttentionMask, backend: Backend, scale: float | None, block_size: int
 ) -> _Call:
     if query.shape[2] % key.shape[2]:
         raise ValueError(f"{query.shape[2]} query heads cannot be divided over {key.shape[2]} kv heads")
-    mask = AttentionMask(causal, window, query_tokens or TokenIds(), key_tokens or TokenIds(), dropout)
     if (mask.query_tokens.segments is None) != (mask.key_tokens.segments is None):
         raise ValueError("attention: segments are those of queries and of keys, or of neither")
-    if window is not None and window < 0:
-        raise ValueError(f"attention: got window {window}, expected the number of tokens before itself, 0 or more")
+    if mask.window is not None and mask.window < 0:
+        raise ValueError(f"attention: got window {mask.window}, expected the number of tokens before itself, 0 or more")
     if backend == "fused":
-        if mask.has_segments or dropout is not None:
+        if mask.has_segments or mask.dropout is not None:
             raise ValueError("attention: the fused backend takes neither segments nor dropout; use unfused")
-        if causal and query.shape[1] != key.shape[1]:
+        if mask.causal and query.shape[1] != key.shape[1]:
             # cuDNN would let query i see the keys 0 .. i.
             raise ValueError(
                 f"attention: the fused backend is causal for equally many queries and keys, got {query.shape[1]} and"
                 f" {key.shape[1]}; use unfused"
             )
-        if window is not None and not (causal and mask.in_order):
+        if mask.window is not None and not (mask.causal and mask.in_order):
             raise ValueError("attention: the fused backend has a window for causal tokens in order alone; use unfused")
     return _Call(mask, backend, query.shape[-1] ** -0.5 if scale is None else scale, block_size)
 
@@ -147,12 +137,8 @@ def attention_forward(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq_kv kv_heads head_dim"],
     value: Float[Array, "batch seq_kv kv_heads head_dim"],
+    mask: AttentionMask,
     *,
-    causal: bool,
-    window: int | None = None,
-    query_tokens: TokenIds | None = None,
-    key_tokens: TokenIds | None = None,
-    dropout: AttentionDropout | None = None,
     backend: Backend = "unfused",
     scale: float | None = None,
     block_size: int = BLOCK_SIZE,
@@ -166,11 +152,7 @@ def attention_forward(
       query: see `attention`, as all that is not here.
       key: the same.
       value: the same.
-      causal: the same.
-      window: the same.
-      query_tokens: the same.
-      key_tokens: the same.
-      dropout: the same.
+      mask: what counts of the scores.
       backend: the same.
       scale: the same.
       block_size: the same.
@@ -179,7 +161,7 @@ def attention_forward(
     Raises:
       ValueError: see `attention`.
     """
-    call = _call(query, key, causal, window, query_tokens, key_tokens, dropout, backend, scale, block_size)
+    call = _call(query, key, mask, backend, scale, block_size)
     return call.forward(query, key, value, out_dtype or query.dtype)
 
 
@@ -190,12 +172,8 @@ def attention_backward(
     out: Float[Array, "batch seq heads head_dim"],
     lse: Float[Array, "batch heads seq"],
     d_out: Float[Array, "batch seq heads head_dim"],
+    mask: AttentionMask,
     *,
-    causal: bool,
-    window: int | None = None,
-    query_tokens: TokenIds | None = None,
-    key_tokens: TokenIds | None = None,
-    dropout: AttentionDropout | None = None,
     backend: Backend = "unfused",
     scale: float | None = None,
     block_size: int = BLOCK_SIZE,
@@ -217,11 +195,7 @@ def attention_backward(
       out: of the whole attention, for these queries.
       lse: of the whole attention, for these queries.
       d_out: gradient of `out`.
-      causal: the same.
-      window: the same.
-      query_tokens: the same.
-      key_tokens: the same.
-      dropout: the same.
+      mask: what counts of the scores.
       backend: the same.
       scale: the same.
       block_size: the same.
@@ -230,7 +204,7 @@ def attention_backward(
     Raises:
       ValueError: see `attention`.
     """
-    call = _call(query, key, causal, window, query_tokens, key_tokens, dropout, backend, scale, block_size)
+    call = _call(query, key, mask, backend, scale, block_size)
     return call.backward(query, key, value, out, lse, d_out, out_dtype)
 
 
@@ -272,7 +246,8 @@ def attention(
       ValueError: heads is not a multiple of kv_heads; segments of queries alone or keys alone; a negative window; what
         "fused" cannot do: segments, dropout, causal with seq != seq_kv, a window of tokens that are not in order.
     """
-    call = _call(query, key, causal, window, query_tokens, key_tokens, dropout, backend, scale, block_size)
+    mask = AttentionMask(causal, window, query_tokens or TokenIds(), key_tokens or TokenIds(), dropout)
+    call = _call(query, key, mask, backend, scale, block_size)
     # What the backward returns varies like all of its inputs together, and must be typed like each.
     query, key, value = vary_like((query, key, value), query, key, value, call)
     out, lse = _attention(query, key, value, call)

@@ -19,6 +19,7 @@ from jmegatron.ops.attention import (
     attention_backward,
     attention_forward,
 )
+from jmegatron.ops.attention_mask import AttentionMask
 from jmegatron.ops.blockwise_attention import BLOCK_SIZE
 from jmegatron.planner import hlo
 from jmegatron.planner.topology import compile_for, compile_only_devices, gpu_compiler_available
@@ -93,12 +94,11 @@ def test_fused_attention_is_one_cudnn_call_each_way_with_grouped_keys_and_linear
 
 def test_a_rings_backward_with_a_given_log_sum_exp_is_one_cudnn_call_and_half_precision_is_all_it_rounds_to():
     def local(query, key, value, d_out):
-        out, lse = attention_forward(query, key, value, causal=False, backend="fused", out_dtype=jnp.float32)
+        options = dict(mask=AttentionMask(causal=False), backend="fused", out_dtype=jnp.float32)
+        out, lse = attention_forward(query, key, value, **options)
         assert (out.dtype, lse.dtype, lse.shape) == (jnp.float32, jnp.float32, (1, HEADS, SEQ))
         merged = out * 0.5, lse + 1.0
-        return attention_backward(
-            query, key, value, *merged, d_out, causal=False, backend="fused", out_dtype=jnp.float32
-        )
+        return attention_backward(query, key, value, *merged, d_out, **options)
 
     program = compiled(local)
     assert calls(program) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]

@@ -20,6 +20,7 @@ from jmegatron.ops.attention import (
     attention_forward,
     choose_backend,
 )
+from jmegatron.ops.attention_mask import AttentionMask
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 8
 RATE = 0.3
@@ -225,12 +226,13 @@ def test_backwards_of_parts_add_up_to_the_whole_with_its_output_and_log_sum_exp(
     case = Case(12, 20, causal=False, window=9, ring=True, dropout=True, segments=True, block_size=4)
     query, key, value, d_out = inputs = arrays(case)
     keywords = case.keywords()
-    key_tokens = keywords.pop("key_tokens")
+    key_tokens, block_size = keywords.pop("key_tokens"), keywords.pop("block_size")
     parts = [slice(0, 8), slice(8, 20)]
 
     def of_part(part):
         tokens = TokenIds(key_tokens.index[part], key_tokens.segments[:, part])
-        return keywords | {"key_tokens": tokens, "out_dtype": jnp.float32}
+        mask = AttentionMask(key_tokens=tokens, **keywords)
+        return {"mask": mask, "out_dtype": jnp.float32, "block_size": block_size}
 
     @jax.jit
     def ring(query, key, value, d_out):
@@ -248,14 +250,15 @@ def test_backwards_of_parts_add_up_to_the_whole_with_its_output_and_log_sum_exp(
 
 def test_unrounded_results_of_bf16_parts_come_in_fp32():
     query, key, value, d_out = arrays(Case(), jnp.bfloat16)
-    out, lse = attention_forward(query, key, value, causal=True, out_dtype=jnp.float32)
-    rounded, _ = attention_forward(query, key, value, causal=True)
+    mask = AttentionMask(causal=True)
+    out, lse = attention_forward(query, key, value, mask, out_dtype=jnp.float32)
+    rounded, _ = attention_forward(query, key, value, mask)
     assert (out.dtype, lse.dtype, rounded.dtype) == (jnp.float32, jnp.float32, jnp.bfloat16)
     np.testing.assert_array_equal(out.astype(jnp.bfloat16), rounded)
     assert (out != rounded).any()
-    gradients = attention_backward(query, key, value, out, lse, d_out, causal=True, out_dtype=jnp.float32)
+    gradients = attention_backward(query, key, value, out, lse, d_out, mask, out_dtype=jnp.float32)
     assert {g.dtype for g in gradients} == {jnp.dtype(jnp.float32)}
-    gradients = attention_backward(query, key, value, out, lse, d_out, causal=True)
+    gradients = attention_backward(query, key, value, out, lse, d_out, mask)
     assert {g.dtype for g in gradients} == {jnp.dtype(jnp.bfloat16)}
 
 

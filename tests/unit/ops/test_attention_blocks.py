@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jmegatron.ops.attention import ATTENTION_LSE, ATTENTION_OUT, attention, attention_forward
+from jmegatron.ops.attention_mask import AttentionMask
 from jmegatron.ops.blockwise_attention import block_pairs
 from jmegatron.planner import hlo
 
@@ -104,6 +105,10 @@ def test_keys_and_values_are_not_repeated_for_the_query_heads_of_their_group():
     seq, seq_kv = BLOCK, 16 * BLOCK
     query = jax.ShapeDtypeStruct((1, seq, HEADS, HEAD_DIM), jnp.float32)
     key = jax.ShapeDtypeStruct((1, seq_kv, KV_HEADS, HEAD_DIM), jnp.float32)
-    run = jax.jit(partial(attention_forward, causal=False, block_size=BLOCK)).lower(query, key, key).compile()
+    run = (
+        jax.jit(partial(attention_forward, mask=AttentionMask(causal=False), block_size=BLOCK))
+        .lower(query, key, key)
+        .compile()
+    )
     sizes = [np.prod([int(d) for d in s.split(",")]) for s in re.findall(r"\[(\d+(?:,\d+)*)\]", run.as_text())]
     assert max(sizes) == seq_kv * KV_HEADS * HEAD_DIM
