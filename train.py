@@ -41,9 +41,10 @@ def main(argv: list[str], job: Job | None = None) -> int:
     except Exception as error:
         if job.count == 1:
             raise
-        # A collective that fails is most often the consequence of a process that died elsewhere.
-        job.await_cause(2.0 if type(error).__name__ == "JaxRuntimeError" else 0.0)
+        # A collective that fails is most often the consequence of a process that died elsewhere; the stack tells where
+        # this one waited for it.
         traceback.print_exc()
+        job.await_cause(2.0 if type(error).__name__ == "JaxRuntimeError" else 0.0)
         status, text = 1, f"{type(error).__name__}: {error}{_lost_peer(error)}"
     print(f"train.py: {text}", file=sys.stderr, flush=True)
     if job.count > 1:

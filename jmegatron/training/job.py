@@ -212,6 +212,7 @@ class Job:
 
         Does not return if there is one: the thread then ends this process.
         """
+        self._deadline = None  # what it was set for is over
         end = time.monotonic() + seconds
         while time.monotonic() < end or self._leaving:
             time.sleep(0.05)

@@ -147,9 +147,9 @@ def objective_of_rank_means(settings: GPTSettings, arrays: dict[str, np.ndarray]
         for r in range(cp):
             part = mask[rows] * (rank == r)
             weights[rows] += part / max(part.sum(), 1) / (2 * cp)
+    loss = lambda p, batch: gpt_loss(p, batch, settings, LayerParallel())[0]  # noqa: E731
     batch = Tokens(arrays["tokens"], arrays["labels"], weights, arrays["sample_ids"])
-    loss = lambda p: gpt_loss(p, batch, settings, LayerParallel())[0]  # noqa: E731
-    return jax.jit(jax.grad(loss))(jax.tree.map(jnp.asarray, start_parameters(settings, 7)))
+    return jax.jit(jax.grad(loss))(*jax.tree.map(jnp.asarray, (start_parameters(settings, 7), batch)))
 
 
 @pytest.mark.parametrize("targets", ["some", "none_on_a_rank", "none"])
