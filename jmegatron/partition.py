@@ -5,6 +5,7 @@ values, shardings, abstract arrays, weight-decay mask, gradient reductions) is a
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -55,6 +56,11 @@ class ParameterSpec:
     dims count independent matrices. None: a bias, a scale, or a table of the vocabulary or the positions."""
     vocabulary: bool = False
     """Word embedding or output layer, which may have a learning rate of their own."""
+    padded: tuple[int, int] | None = None
+    """(dim, number of its entries that count): the others are padding, zero from the start on, and no update moves
+    them. None: all count."""
+    undivided: tuple[int, ...] = ()
+    """Dims that no data axis divides."""
     stacked: tuple[tuple[int, ...], ...] = ()
     """Global layer number of each place of the leading dim, -1 where there is none; several rows: of the two leading
     dims (chunks of a pipeline's stages). Empty: not stacked."""
@@ -109,51 +115,122 @@ def stack(specs: Tree, layers: int | np.ndarray, axis: str | None = None) -> Tre
     return map_specs(leaf, specs)
 
 
-def canonical(spec: ParameterSpec) -> ParameterSpec:
-    """Returns the declaration with its layers in order along one leading dim: the same on every mesh.
+def canonical(spec: ParameterSpec, sizes: Mapping[str, int]) -> ParameterSpec:
+    """Returns the declaration as a checkpoint holds it: layers in order along one leading dim, no padding.
 
-    The leading dim keeps its axis if it can be divided over it as before, that is if no place is without a layer.
+    Its shape is the same on every mesh. A dim of which layers are moved or padding is cut is on no axis: the axes that
+    divided it divide another one, the longest that they can, so that each device moves and cuts for itself.
+
+    Args:
+      spec: the declaration.
+      sizes: size of each mesh axis.
     """
-    if not spec.stacked:
-        return spec
-    rest = spec.num_stacked_dims
-    layers = np.asarray(spec.stacked)
-    axis = spec.spec[rest - 1] if (layers >= 0).all() else None
-    count = int((layers >= 0).sum())
-    rows = (tuple(range(count)),)
-    return dataclasses.replace(spec, shape=(count, *spec.shape[rest:]), spec=P(axis, *spec.spec[rest:]), stacked=rows)
+    shape, entries = list(spec.shape), [*spec.spec, *[None] * (len(spec.shape) - len(spec.spec))]
+    lead, stacked, moved, undivided = spec.num_stacked_dims, spec.stacked, [], spec.undivided
+    if stacked:
+        order = _order(spec)
+        if not _in_order(spec):
+            moved += [axis for entry in entries[:lead] for axis in axes_of(entry)]
+            entries[:lead] = [None] * lead
+        shape[:lead], entries[:lead] = [len(order)], entries[lead - 1 : lead]
+        stacked, undivided = (tuple(range(len(order))),), tuple(dim - lead + 1 for dim in undivided)
+    if spec.padded is not None:
+        dim, count = spec.padded
+        dim += 1 - lead if stacked else 0
+        moved += axes_of(entries[dim])
+        shape[dim], entries[dim], undivided = count, None, (*undivided, dim)
+    result = dataclasses.replace(
+        spec, shape=tuple(shape), spec=P(*entries), stacked=stacked, padded=None, undivided=undivided
+    )
+    # All of the axes if some dim can be divided by all, else as many of them as can.
+    for count in range(len(moved), 0, -1):
+        for axes in itertools.combinations(moved, count):
+            divided, found = data_sharded(result, axes, sizes)
+            if found is not None:
+                return dataclasses.replace(result, spec=divided)
+    return result
 
 
-def to_canonical(spec: ParameterSpec, value: Array) -> Array:
-    """Returns the layers of a stacked parameter (or of its moments) in order, [layers, ...].
+def _order(spec: ParameterSpec) -> np.ndarray:
+    """Returns the place of each layer of a stacked parameter."""
+    places = np.asarray(spec.stacked).reshape(-1)
+    return np.argsort(np.where(places < 0, len(places), places), kind="stable")[: int((places >= 0).sum())]
 
-    Communication: under jit, what brings each layer to where the output's sharding wants it.
+
+def _in_order(spec: ParameterSpec) -> bool:
+    """Returns whether the layers of a stacked parameter lie in order along one dim, each place with one."""
+    return spec.num_stacked_dims == 1 and spec.stacked[0] == tuple(range(len(spec.stacked[0])))
+
+
+def is_canonical(spec: ParameterSpec) -> bool:
+    """Returns whether a checkpoint holds the parameter as it is."""
+    return spec.padded is None and (not spec.stacked or _in_order(spec))
+
+
+def to_canonical(spec: ParameterSpec, value: Array, sharding: NamedSharding | None = None) -> Array:
+    """Returns a parameter (or its moment) as a checkpoint holds it.
+
+    Communication: under jit, an all-to-all where `sharding` divides other dims than the value's own does.
+
+    Args:
+      spec: the declaration.
+      value: of its shape.
+      sharding: of the result; None: XLA may choose, and bring the whole to each device on the way.
     """
-    if not spec.stacked:
+    if is_canonical(spec):
         return value
-    places = np.asarray(spec.stacked).reshape(-1)
-    order = np.argsort(np.where(places < 0, len(places), places), kind="stable")[: int((places >= 0).sum())]
-    flat = value.reshape(len(places), *value.shape[spec.num_stacked_dims :])
-    return flat if np.array_equal(order, np.arange(len(places))) else jnp.take(flat, order, axis=0)
+    lead = spec.num_stacked_dims
+    if spec.stacked and not _in_order(spec):
+        value = _constrained(value, sharding, lead).reshape(-1, *value.shape[lead:])
+        value = jnp.take(value, _order(spec), axis=0)
+    if spec.padded is not None:
+        dim, count = spec.padded
+        value = _constrained(value, sharding)
+        value = jax.lax.slice_in_dim(value, 0, count, axis=dim - lead + 1 if spec.stacked else dim)
+    return value
 
 
-def from_canonical(spec: ParameterSpec, value: Array) -> Array:
-    """Returns the layers [layers, ...] at their places, zeros where there is none. Communication: as `to_canonical`."""
-    if not spec.stacked:
+def from_canonical(spec: ParameterSpec, value: Array, sharding: NamedSharding | None = None) -> Array:
+    """Returns what `to_canonical` was given; padding and places without a layer are zero. Communication: as there.
+
+    Args:
+      spec: the declaration.
+      value: as a checkpoint holds it.
+      sharding: that `value` has; None as for `to_canonical`.
+    """
+    if is_canonical(spec):
         return value
-    places = np.asarray(spec.stacked).reshape(-1)
-    if len(places) != len(value) or (places != np.arange(len(places))).any():
-        filled = jnp.take(value, np.maximum(places, 0), axis=0)
-        absent = (places < 0).reshape(-1, *[1] * (value.ndim - 1))
-        value = jnp.where(absent, jnp.zeros((), value.dtype), filled) if (places < 0).any() else filled
-    return value.reshape(spec.shape)
+    lead = spec.num_stacked_dims
+    if spec.padded is not None:
+        dim, count = spec.padded
+        widths = [(0, 0)] * value.ndim
+        widths[dim - lead + 1 if spec.stacked else dim] = (0, spec.shape[dim] - count)
+        value = _constrained(jnp.pad(value, widths), sharding)
+    if spec.stacked and not _in_order(spec):
+        places = np.asarray(spec.stacked).reshape(-1)
+        value = jnp.take(value, np.maximum(places, 0), axis=0)
+        if (places < 0).any():
+            absent = (places < 0).reshape(-1, *[1] * (value.ndim - 1))
+            value = jnp.where(absent, jnp.zeros((), value.dtype), value)
+        value = _constrained(value.reshape(spec.shape), sharding, lead)
+    return value
+
+
+def _constrained(value: Array, sharding: NamedSharding | None, lead: int = 1) -> Array:
+    """Returns the value with a canonical sharding whose first dim `lead` undivided dims stand for."""
+    if sharding is None:
+        return value
+    if lead != 1:
+        sharding = NamedSharding(sharding.mesh, P(*[None] * lead, *sharding.spec[1:]))
+    return jax.lax.with_sharding_constraint(value, sharding)
 
 
 def data_sharded(spec: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[P, int | None]:
     """Returns (spec, dim) with one more dim, or a dim once more, divided over data axes (arXiv:1910.02054, stage 1).
 
     The dim that is longest on a device among those that can be divided; never one that counts layers, so that each
-    layer can be gathered and reduced by itself. A parameter without such a dim stays as it is: dim None.
+    layer can be gathered and reduced by itself, nor one of `undivided`. A parameter without such a dim stays as it is:
+    dim None.
 
     Args:
       spec: the declaration.
@@ -164,6 +241,8 @@ def data_sharded(spec: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str,
     entries = [*spec.spec, *[None] * (len(spec.shape) - len(spec.spec))]
     best, length = None, 0
     for dim in range(spec.num_stacked_dims, len(spec.shape)):
+        if dim in spec.undivided:
+            continue
         local = spec.shape[dim] // math.prod(sizes[axis] for axis in axes_of(entries[dim]))
         if local % ranks == 0 and local > length:
             best, length = dim, local

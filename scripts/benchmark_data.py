@@ -218,15 +218,18 @@ def index(options: argparse.Namespace) -> None:
         def build() -> Any:
             return build_gpt_index(lengths, 0, len(lengths), None, options.seq_length, 1234)
 
+        def fits(index: GPTIndex) -> bool:
+            return gpt_index_fits(index, lengths, 0, len(lengths))
+
         start = time.perf_counter()
         built = build()
         seconds = time.perf_counter() - start
         del built
         start = time.perf_counter()
-        load_or_build(folder, key, GPTIndex, build)
+        load_or_build(folder, key, GPTIndex, build, fits)
         stored = time.perf_counter() - start
         start = time.perf_counter()
-        found = load_or_build(folder, key, GPTIndex, build)
+        found = load_or_build(folder, key, GPTIndex, build, fits)
         read = time.perf_counter() - start
         print(
             f"{lengths.sum(dtype=np.int64):.4g} tokens, {len(lengths)} documents, seq {options.seq_length}: "

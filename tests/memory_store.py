@@ -31,6 +31,10 @@ class MemoryStore:
             start = f"{prefix}/"
             return {key.removeprefix(start): v for key, v in self._values.items() if key.startswith(start)}
 
+    def delete(self, prefix: str) -> None:
+        with self._changed:
+            self._values = {key: value for key, value in self._values.items() if not key.startswith(f"{prefix}/")}
+
     def barrier(self, name: str, seconds: float) -> None:
         end = time.monotonic() + seconds
         with self._changed:

@@ -2,6 +2,8 @@
 
 LOSS_RELATIVE = 1e-5
 """P1, P2: fp32 loss against one device or the reference, relative."""
+RESUMED_LOSS_RELATIVE = 1e-6
+"""Loss of the next step after a restart on another mesh: the same weights, bit for bit, and one forward in fp32."""
 GRADIENT_RELATIVE = 1e-4
 """P1, P2: max-abs difference over max-abs of each fp32 gradient leaf."""
 LOGITS_ABSOLUTE = 1e-5

@@ -94,18 +94,12 @@ def train_process(folder: Path, *options: str, defaults: list[str] = OPTIONS) ->
 
 
 def saved_arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
-    """Path -> array of every leaf in a checkpoint, as stored."""
-    with ocp.StandardCheckpointer() as reader:
-        abstract = reader.metadata(folder.absolute() / str(step) / "state").item_metadata.tree
-        targets = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_one_device()), abstract)
-        tree = reader.restore(folder.absolute() / str(step) / "state", targets)
-    return {
-        jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
-
-
-def _one_device() -> Any:
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    """Name -> array of every leaf in a checkpoint, as stored; read by Orbax alone."""
+    path = folder.absolute() / str(step) / "state"
+    with ocp.PyTreeCheckpointer() as reader:
+        names = reader.metadata(path).item_metadata.tree
+        arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+        return dict(reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=arguments)))
 
 
 def write_corpus(prefix: Path, *, vocab: int = 61, documents: int = 40, length: int = 50, seed: int = 0) -> str:

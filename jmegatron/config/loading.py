@@ -1,8 +1,8 @@
 """defaults < YAML < command line -> a checked, resolved `Config`; and back to YAML (no communication).
 
-OmegaConf reads the YAML (duplicate keys and tags are refused, 1e-4 is a number) and converts values to the types of the
-dataclasses; nothing of it is left in the result. Interpolation is refused: a config says what it means, whatever the
-environment.
+OmegaConf reads the YAML (duplicate keys are refused, 1e-4 is a number) and converts values to the types of the
+dataclasses; nothing of it is left in the result. Tags, anchors and interpolation are refused: a config says what it
+means, whatever the environment, and never more than its own length.
 
 Reference: `megatron/training/yaml_arguments.py`, `arguments.py`.
 """
@@ -27,6 +27,9 @@ from jmegatron.config.validation import validate
 from jmegatron.errors import ConfigError, UsageError
 
 Values = Mapping[str, Any]
+
+_MAX_DEPTH = 8
+"""Lists and mappings inside one another; sections, options and a list of values are three."""
 
 
 def parse_or_exit(argv: Sequence[str], describe_processes: Callable[[Config], str] | None = None) -> Config:
@@ -130,11 +133,10 @@ def _read_file(path: str) -> Values:
 def _read_yaml(text: str, where: str) -> Mapping[Any, Any]:
     """Returns the mapping that a YAML text holds, without looking at its keys."""
     try:
+        _check_plain(text)
         loaded = OmegaConf.load(io.StringIO(text))
-    except yaml.YAMLError as error:
-        raise _bad_yaml(where, str(error)) from None
-    except (OSError, OmegaConfBaseException, ValueError) as error:
-        # A lone scalar, or an interpolation that does not even parse.
+    except (yaml.YAMLError, OSError, OmegaConfBaseException, ValueError) as error:
+        # ValueError: a lone scalar, or an interpolation that does not even parse.
         raise _bad_yaml(where, str(error)) from None
     content = OmegaConf.to_container(loaded, resolve=False)
     if not isinstance(content, dict):
@@ -142,12 +144,29 @@ def _read_yaml(text: str, where: str) -> Mapping[Any, Any]:
     return content
 
 
+def _check_plain(text: str) -> None:
+    """Refuses tags, anchors and deep nesting before anything is made of them.
+
+    OmegaConf makes paths and bytes of some tags, copies what an alias stands for, and descends by recursion.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        place = f"in line {event.start_mark.line + 1}, column {event.start_mark.column + 1}"
+        if getattr(event, "tag", None) is not None:
+            raise yaml.YAMLError(f"the tag {event.tag} {place}")
+        if getattr(event, "anchor", None) is not None:
+            raise yaml.YAMLError(f"the anchor or alias {event.anchor} {place}")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise yaml.YAMLError(f"more than {_MAX_DEPTH} lists and mappings inside one another {place}")
+
+
 def _bad_yaml(where: str, got: str) -> ConfigError:
     return problem(
         "The config is not plain YAML of sections.",
         where=where,
         got=" ".join(got.split()),
-        expected="sections such as `model:` with `option: value` lines, each key once, no tags, no ${...}",
+        expected="sections such as `model:` with `option: value` lines, each key once, no tags, no anchors, no ${...}",
         fix="correct the place that is named; configs/ holds examples",
     )
 
@@ -240,6 +259,14 @@ def _set(node: Any, option: Option, value: Any, where: str) -> None:
             got=repr(value),
             expected="a plain value, neither ${...} nor ???",
             fix="write the value itself",
+        )
+    if any(isinstance(element, str) and "\0" in element for element in elements):
+        raise problem(
+            "A value holds a zero byte.",
+            where=where,
+            got=repr(value),
+            expected="text that can name a file",
+            fix="write it without the zero byte",
         )
     # OmegaConf would turn the number 2 into true, and a bool into the string "True".
     is_bool = any(isinstance(element, bool) for element in elements)

@@ -51,6 +51,7 @@ ALIASES = (
     Alias("--no-bias-gelu-fusion", "activation", "gelu_erf", weak=True),
     Alias("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
     Alias("--recompute-activations", "recompute_granularity", "selective"),
+    Alias("--override-opt_param-scheduler", "override_opt_param_scheduler", True),
 )
 
 VALUE_ALIASES = (
@@ -64,7 +65,7 @@ _XLA_FUSES = "XLA decides what to fuse"
 _XLA_COMM = "XLA and JAX choose how devices communicate"
 _FP32 = "always on"
 _ORBAX = "checkpoints are written by Orbax"
-_GIVEN = "the options given always apply, not those of the checkpoint"
+_CHECKPOINTS_OWN = "the checkpoint's schedules go on unless --override-opt-param-scheduler is given"
 _LOGGED = "always in the log line and the metrics file"
 _TORCH = "speaks of PyTorch's runtime, which is not used"
 
@@ -113,8 +114,8 @@ IGNORED = (
     OtherFlag("--ckpt-fully-parallel-save", 0, _ORBAX),
     OtherFlag("--ckpt-fully-parallel-load", 0, _ORBAX),
     OtherFlag("--ckpt-assume-constant-structure", 0, _ORBAX),
-    OtherFlag("--override-opt_param-scheduler", 0, _GIVEN),
-    OtherFlag("--override-opt-param-scheduler", 0, _GIVEN),
+    OtherFlag("--use-checkpoint-opt_param-scheduler", 0, _CHECKPOINTS_OWN),
+    OtherFlag("--use-checkpoint-opt-param-scheduler", 0, _CHECKPOINTS_OWN),
     OtherFlag("--num-dataset-builder-threads", 1, "index files are built by one vectorised pass"),
     OtherFlag("--no-mmap-bin-files", 0, "files are always memory-mapped"),
     OtherFlag("--no-create-attention-mask-in-dataloader", 0, "the causal mask is never stored"),
@@ -144,8 +145,7 @@ _EXPERTS = "mixture of experts is not implemented yet"
 _SHARDED = "of sharded state only --use-distributed-optimizer is implemented"
 _FP8 = "8-bit arithmetic is not implemented"
 _DATA = "samples are cut from packed documents only"
-_CHECKPOINT = "so far a checkpoint is always saved and restored whole"
-_SCHEDULE = "the options given apply, and the log says what differs from the checkpoint"
+_CHECKPOINT = "a checkpoint is always saved whole; --no-load-optim and --finetune restore a part"
 _OPTIMIZERS = "adam, sgd, lion and muon are the optimizers"
 _MUON = "muon has no such switch here"
 _PLANNER = "the dry run is not implemented yet"
@@ -220,19 +220,13 @@ UNSUPPORTED = (
     OtherFlag("--muon-use-syrk", 0, _MUON),
     OtherFlag("--muon-scalar-optimizer", 1, "what is no matrix is always left to adam, the default"),
     OtherFlag("--sft-tokenizer-prompt-format", 1, "there is one template for conversations, see data/README.md"),
-    OtherFlag("--no-load-optim", 0, _CHECKPOINT),
     OtherFlag("--no-load-rng", 0, _CHECKPOINT),
     OtherFlag("--no-save-optim", 0, _CHECKPOINT),
     OtherFlag("--no-save-rng", 0, _CHECKPOINT),
-    OtherFlag("--finetune", 0, _CHECKPOINT),
-    OtherFlag("--ckpt-step", 1, _CHECKPOINT),
-    OtherFlag("--use-checkpoint-args", 0, _CHECKPOINT),
-    OtherFlag("--async-save", 0, _CHECKPOINT),
-    OtherFlag("--save-retain-interval", 1, _CHECKPOINT),
-    OtherFlag("--non-persistent-save-interval", 1, _CHECKPOINT),
-    OtherFlag("--pretrained-checkpoint", 1, _CHECKPOINT),
-    OtherFlag("--use-checkpoint-opt_param-scheduler", 0, _SCHEDULE),
-    OtherFlag("--use-checkpoint-opt-param-scheduler", 0, _SCHEDULE),
+    OtherFlag("--use-checkpoint-args", 0, "the options given apply, and are compared with the checkpoint's"),
+    OtherFlag("--save-retain-interval", 1, "--keep-latest and --keep-every say what stays"),
+    OtherFlag("--non-persistent-save-interval", 1, "--save-interval and --save-interval-minutes say when to save"),
+    OtherFlag("--pretrained-checkpoint", 1, "--load with --finetune starts from the weights of a checkpoint"),
     OtherFlag("--skip-train", 0, "evaluation alone is not implemented"),
     OtherFlag("--log-params-norm", 0, _LOG),
     OtherFlag("--log-num-zeros-in-grad", 0, _LOG),

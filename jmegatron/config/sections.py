@@ -315,11 +315,27 @@ class CheckpointConfig:
     save: str | None = None
     """Folder that checkpoints are written to."""
     load: str | None = None
-    """Folder that the run resumes from; without a checkpoint in it the run starts afresh."""
+    """Folder that the run resumes from: its newest whole checkpoint; without one the run starts afresh."""
     exit_on_missing_checkpoint: bool = False
     """Stop if the load folder holds no checkpoint, instead of starting afresh."""
+    ckpt_step: int | None = None
+    """Resume from the checkpoint of this step. Needs load. Not set: the newest."""
     save_interval: int | None = None
     """Steps between two checkpoints; one more is written at the end. Needs save."""
+    save_interval_minutes: float | None = None
+    """Own option: save when the last checkpoint is so many minutes old: what a failure may cost. Needs save."""
+    async_save: bool = True
+    """Write checkpoints in the background while training goes on; --no-async-save: wait for each."""
+    keep_latest: int | None = None
+    """Own option: keep so many of the newest checkpoints and remove older ones. Needs save. Not set: all are kept."""
+    keep_every: int | None = None
+    """Own option: never remove checkpoints of steps that this divides. Needs keep_latest."""
+    no_load_optim: bool = False
+    """Resume the weights and the step, but begin the optimizer anew. Needs load."""
+    finetune: bool = False
+    """Start a new run, from step 0 and the first sample, with the weights of the checkpoint. Needs load."""
+    override_opt_param_scheduler: bool = False
+    """Where learning rate, weight decay or their schedules differ from the checkpoint's, those given apply. Not set: the checkpoint's go on."""  # noqa: E501
 
 
 @dataclass(frozen=True, kw_only=True)

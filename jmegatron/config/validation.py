@@ -95,6 +95,10 @@ _RANGES: dict[str, tuple[int | float, int | float]] = {
     "tiktoken_num_special_tokens": (7, _INF),
     "label_smoothing": (0, 1),
     "save_interval": (1, _INF),
+    "save_interval_minutes": (0, _INF),
+    "ckpt_step": (0, _INF),
+    "keep_latest": (1, _INF),
+    "keep_every": (1, _INF),
     "log_interval": (1, _INF),
     "profile_step_start": (0, _INF),
     "profile_step_end": (1, _INF),
@@ -974,12 +978,19 @@ def _check_batch(config: Config) -> None:
 # --- outputs -----------------------------------------------------------------------------------------------------
 
 
+_NEED_SAVE = ("save_interval", "save_interval_minutes", "keep_latest")
+_NEED_LOAD = ("ckpt_step", "no_load_optim", "finetune")
+
+
 def _check_outputs(config: Config) -> None:
+    checkpoint = config.checkpoint
     for name, needs, value, other in (
-        ("save_interval", "save", config.checkpoint.save_interval, config.checkpoint.save),
+        *((name, "save", getattr(checkpoint, name), checkpoint.save) for name in _NEED_SAVE),
+        *((name, "load", getattr(checkpoint, name), checkpoint.load) for name in _NEED_LOAD),
+        ("keep_every", "keep_latest", checkpoint.keep_every, checkpoint.keep_latest),
         ("wandb_exp_name", "wandb_project", config.logging.wandb_exp_name, config.logging.wandb_project),
     ):
-        if value is not None and not other:
+        if value is not None and value is not False and not other:
             raise problem(
                 f"{name} needs {needs}.",
                 where=(name, needs),

@@ -137,7 +137,7 @@ def read_split_data_args(path: str) -> dict[str, tuple[str, ...]]:
     try:
         content = json.loads(text)
         parts = {name: _words(content[name]) for name in ("train", "valid", "test")}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataFileError(
             f"--per-split-data-args-path {path}: {type(error).__name__}: {error}; expected a JSON object with the keys "
             'train, valid and test, each a list of words; fix: {"train": ["0.3", "PREFIX1", "0.7", "PREFIX2"], '

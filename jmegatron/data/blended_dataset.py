@@ -8,7 +8,7 @@ import numpy as np
 from jmegatron.data.blend import BlendIndex, build_blend_index, build_exhaustive_blend_index, normalised
 from jmegatron.data.borders import Borders
 from jmegatron.data.gpt_dataset import NO_PAD, RUN_ON, GPTDataset, Sample, finish, plain
-from jmegatron.data.index_cache import content_key, load_or_build
+from jmegatron.data.index_cache import content_key, in_range, load_or_build
 from jmegatron.data.indexed_dataset import aligned_empty
 from jmegatron.errors import UsageError
 
@@ -54,11 +54,18 @@ class BlendedDataset:
                 build_exhaustive_blend_index(sizes) if num_samples is None else build_blend_index(shares, num_samples)
             )
 
+        def fits(index: BlendIndex) -> bool:
+            return (
+                index.dataset_index.shape == index.dataset_sample_index.shape
+                and in_range(index.dataset_index, 0, len(sizes))
+                and in_range(index.dataset_sample_index, 0, max(sizes))
+            )
+
         if cache_dir is None:
             self.index = build()
         else:
             settings = {"blend": sizes if num_samples is None else None, "num_samples": num_samples}
-            self.index = load_or_build(cache_dir, content_key(settings, shares), BlendIndex, build)
+            self.index = load_or_build(cache_dir, content_key(settings, shares), BlendIndex, build, fits)
         self._check_supply(sizes, split_name)
 
     def __len__(self) -> int:

@@ -131,7 +131,9 @@ def folder_lock(folder: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            handle = stack.enter_context(open(folder / ".lock", "ab"))
+            # Not through a link, which others may have put there: it would make the file that it points to.
+            handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            stack.callback(os.close, handle)
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
             logger.info("no lock on %s (%s): going on without", folder, error)

@@ -6,13 +6,14 @@ borders, as in Megatron-LM (core/datasets/gpt_dataset.py:280-320,800-875). `gpt_
 
 import functools
 import logging
+import math
 import os
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
 from jmegatron.data.borders import Borders
-from jmegatron.data.gpt_index import CUT, Cut, GPTIndex, build_gpt_index, num_epochs, random_state
+from jmegatron.data.gpt_index import CUT, Cut, GPTIndex, build_gpt_index, gpt_index_fits, num_epochs, random_state
 from jmegatron.data.index_cache import content_key, load_or_build
 from jmegatron.data.indexed_dataset import IndexedDataset, best_dtype, bin_path
 from jmegatron.errors import DataFileError, UsageError
@@ -186,18 +187,21 @@ class GPTDataset:
 
         Raises:
             IndexError: no such sample.
-            DataFileError: a token id lies outside the vocabulary.
+            DataFileError: a token id lies outside the vocabulary; a cached index does not fit the corpus.
         """
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"sample {numbers.min()} .. {numbers.max()}: expected 0 <= sample < {len(self)}")
         rows = self.index.shuffle_index[numbers].astype(np.int64)
         begin, end = self.index.sample_index[rows], self.index.sample_index[rows + 1]
+        shape = (len(rows), self.seq_len + self.cut.extra_token)
         starts, stops, counts = self._pieces(begin, end)
+        missing = math.prod(shape) - int((stops - starts).sum())
+        if missing < 0 or (missing and self.cut.drop_last_partial):
+            self._refuse_index()
         tokens = self.indexed.gather(starts, stops)
         # Wider ids are checked before they are narrowed: 2**32 + 1 must not pass as 1.
         self._check_vocabulary(tokens)
         tokens = tokens.astype(self.text_dtype, copy=False)
-        shape = (len(rows), self.seq_len + self.cut.extra_token)
         if self.cut.drop_last_partial:
             return tokens.reshape(shape)
         text = np.full(shape, self._pad_token, self.text_dtype)
@@ -214,17 +218,32 @@ class GPTDataset:
 
         Returns:
             (first tokens, tokens after the last: int64 [pieces] each; pieces of each sample: int64 [samples]).
+
+        Raises:
+            DataFileError: a sample ends before it begins, or a piece leaves its sequence.
         """
         counts = end[:, 0] - begin[:, 0] + 1
+        if (counts < 1).any():
+            self._refuse_index()
         after = np.cumsum(counts)
         first, last = after - counts, after - 1
         places = np.arange(after[-1] if len(after) else 0) + np.repeat(begin[:, 0] - first, counts)
         documents = self.index.document_index[places]
         starts = self.indexed.sequence_pointers[documents] // self.indexed.dtype.itemsize
-        stops = starts + self.indexed.sequence_lengths[documents]
+        ends = starts + self.indexed.sequence_lengths[documents]
+        stops = ends.copy()
         stops[last] = starts[last] + end[:, 1] + self.cut.extra_token
         starts[first] += begin[:, 1]
+        if (starts > stops).any() or (stops > ends).any():
+            self._refuse_index()
         return starts, stops, counts
+
+    def _refuse_index(self) -> NoReturn:
+        """Stop: only files of the cache that somebody has changed on purpose, with their checksums, come this far."""
+        raise DataFileError(
+            f"--data-cache-path: a cached index does not fit {self.indexed.prefix}; expected samples of --seq-length "
+            f"{self.seq_len} tokens; fix: remove the folder, its files are built again"
+        )
 
     def _index(
         self,
@@ -250,7 +269,11 @@ class GPTDataset:
             "seed": seed,
             "cut": list(self.cut),
         }
-        return load_or_build(cache_dir, content_key(settings, lengths[slice(*sequence_range)]), GPTIndex, build)
+
+        def fits(index: GPTIndex) -> bool:
+            return gpt_index_fits(index, lengths, *sequence_range)
+
+        return load_or_build(cache_dir, content_key(settings, lengths[slice(*sequence_range)]), GPTIndex, build, fits)
 
     def _check(self, sequence_range: tuple[int, int], num_samples: int | None, split_name: str) -> None:
         """Refuse what would loop for ever or fail later in a less clear place."""

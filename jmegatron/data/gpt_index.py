@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jmegatron.data.index_cache import in_range
 from jmegatron.errors import UsageError
 
 # Below this share of the last epoch it is kept apart (Megatron-LM gpt_dataset.py:551-574).
@@ -111,6 +112,18 @@ def build_gpt_index(
     sample_index = build_sample_index(sequence_lengths[document_index], seq_len, cut)
     total = len(sample_index) - 1
     return GPTIndex(document_index, sample_index, build_shuffle_index(total if before is None else before, total, rng))
+
+
+def gpt_index_fits(index: GPTIndex, sequence_lengths: np.ndarray, first: int, end: int) -> bool:
+    """Return whether every number of a stored index has a place in the sequences first .. end - 1 of a corpus."""
+    documents, samples, shuffle = index
+    return (
+        in_range(documents, first, end)
+        and samples.shape == (shuffle.size + 1, 2)
+        and in_range(samples[:, 0], 0, documents.size)
+        and in_range(samples[:, 1], 0, int(sequence_lengths.max()) + 1)
+        and in_range(shuffle, 0, shuffle.size)
+    )
 
 
 def random_state(seed: int) -> np.random.RandomState:

@@ -4,8 +4,9 @@ The key is a hash of everything the index depends on, including the sequence len
 length or split can never meet a stale entry, and equal copies of a corpus share one. (The reference keys on the path,
 core/datasets/megatron_dataset.py:57-71, and serves a stale index when the file behind it changes.)
 
-Per key: `<key>.json`, written last, lists shape, type and checksum of `<key>.<array>.npy`. Whatever does not match is
-built anew. A folder that cannot be written costs a log line, nothing else.
+Per key: `<key>.json`, written last, lists shape, type and checksum of `<key>.<array>.npy`. Whatever does not match, or
+holds numbers that the corpus has no place for, is built anew; nothing but plain arrays is ever read (no pickles, no
+archives). A folder that cannot be written costs a log line, nothing else.
 """
 
 import hashlib
@@ -39,7 +40,20 @@ def content_key(settings: Mapping[str, Any], sequence_lengths: np.ndarray) -> st
     return digest.hexdigest()
 
 
-def load_or_build(folder: str | os.PathLike[str], key: str, kind: type, build: Callable[[], Index]) -> Index:
+def in_range(values: np.ndarray, low: int, stop: int) -> bool:
+    """Return whether an array holds integers in low .. stop - 1 along one axis."""
+    return (
+        values.ndim == 1
+        and values.dtype.kind in "iu"
+        and np.can_cast(values.dtype, np.int64)
+        and low <= int(values.min(initial=low))
+        and int(values.max(initial=low)) < stop
+    )
+
+
+def load_or_build(
+    folder: str | os.PathLike[str], key: str, kind: type, build: Callable[[], Index], fits: Callable[[Index], bool]
+) -> Index:
     """Return the index stored under `key`, memory mapped; build and store it if it is missing or damaged.
 
     Of several processes that ask at once, one builds and the others wait and read (where the file system has locks).
@@ -49,9 +63,10 @@ def load_or_build(folder: str | os.PathLike[str], key: str, kind: type, build: C
         key: see `content_key`.
         kind: NamedTuple of the arrays, such as `GPTIndex`.
         build: makes the index.
+        fits: says whether every number of a stored index has a place in the corpus.
     """
     folder = Path(folder)
-    stored = _load(folder, key, kind)
+    stored = _load(folder, key, kind, fits)
     if stored is not None:
         return stored
     try:
@@ -60,7 +75,7 @@ def load_or_build(folder: str | os.PathLike[str], key: str, kind: type, build: C
         logger.warning("index cache %s cannot be made (%s): building the index without it", folder, error)
         return build()
     with folder_lock(folder):
-        stored = _load(folder, key, kind, logging.DEBUG)  # what is wrong with it has been said
+        stored = _load(folder, key, kind, fits, logging.DEBUG)  # what is wrong with it has been said
         if stored is not None:
             return stored
         index = build()
@@ -80,7 +95,7 @@ def _store(folder: Path, key: str, index: Any) -> None:
         logger.warning("index cache %s cannot be written (%s): going on without it", folder, error)
 
 
-def _load(folder: Path, key: str, kind: type, level: int = logging.WARNING) -> Any:
+def _load(folder: Path, key: str, kind: type, fits: Callable[[Any], bool], level: int = logging.WARNING) -> Any:
     """Return the stored index, or None if it is not there or not whole, which is logged with `level`."""
     description_path = folder / f"{key}.json"
     try:
@@ -92,18 +107,27 @@ def _load(folder: Path, key: str, kind: type, level: int = logging.WARNING) -> A
         return None
     try:
         description = json.loads(content)
-        arrays = {
-            # A plain view of the map: indexing numpy's memmap class is several times slower.
-            name: np.asarray(np.load(_array_path(folder, key, name), mmap_mode="r", allow_pickle=False))
-            for name in _fields(kind)
-        }
-    except (OSError, ValueError, EOFError) as error:
+        arrays = {name: _map_array(_array_path(folder, key, name)) for name in _fields(kind)}
+    except Exception as error:  # a file of another make ends numpy's reader in errors of many families
         logger.log(level, "index cache %s is damaged (%s): building the index again", description_path, error)
         return None
     if description != {name: _describe(values) for name, values in arrays.items()}:
         logger.log(level, "index cache %s does not match its checksums: building the index again", description_path)
         return None
-    return kind(*arrays.values())
+    index = kind(*arrays.values())
+    if not fits(index):
+        logger.log(level, "index cache %s leaves the corpus: building the index again", description_path)
+        return None
+    return index
+
+
+def _map_array(path: Path) -> np.ndarray:
+    """Return a stored array, memory mapped; `np.load` would also open archives, and pickles if it were told to."""
+    # A plain view of the map: indexing numpy's memmap class is several times slower.
+    values = np.asarray(np.lib.format.open_memmap(path, mode="r"))
+    if not values.flags.c_contiguous:
+        raise ValueError(f"{path.name} is not in C order")  # its checksum would need a copy in memory
+    return values
 
 
 def _fields(kind: Any) -> tuple[str, ...]:

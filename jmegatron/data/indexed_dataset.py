@@ -271,6 +271,8 @@ def _mode(path: Path) -> int:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return 0
+    except ValueError:  # a name that no file can have, such as one with a zero byte
+        return 0
 
 
 def _read_header(path: Path, option: str) -> tuple[np.ndarray, int, int, np.dtype]:
@@ -298,6 +300,13 @@ def _read_header(path: Path, option: str) -> tuple[np.ndarray, int, int, np.dtyp
             path,
             f"{size} bytes",
             f"{expected} bytes for the {num_sequences} sequences and {num_marks} document marks of its header",
+        )
+    # Checking takes 8 bytes a sequence; a file of holes has room for any number of them.
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 8 * num_sequences > memory:
+        raise DataFileError(
+            f"{path}: got {num_sequences} sequences, expected at most the {memory // 8} that this machine has memory "
+            f"for; {_REBUILD}"
         )
     return raw, num_sequences, num_marks, DTYPE_CODES[code]
 

@@ -47,8 +47,11 @@ _CORPUS_ENDINGS = (".bin", ".idx")
 CHUNK_BYTES = 1 << 21
 _CHUNK_ROWS = 1024
 _CHUNK_FILES = 64
-_PACKED_BYTES = 1 << 14
+_PACKED_BYTES = 1 << 12  # unpacks to at most some 130 MB
 _MOST_SNIFFED = 1 << 26
+MOST_DOCUMENT_BYTES = 1 << 30
+"""The longest line or text that is read into memory, unpacked. A small archive, or a file of holes, can hold more than
+any memory; and the lengths in a corpus end at 2**31 tokens."""
 
 
 class Piece(NamedTuple):
@@ -257,7 +260,7 @@ def read_chunks(pieces: Iterable[Piece], keys: Sequence[str]) -> Iterator[Chunk]
     """Yield the documents of the pieces in order, in chunks of about CHUNK_BYTES.
 
     Raises:
-        DataFileError: a file cannot be read, or is a damaged archive.
+        DataFileError: a file cannot be read, is a damaged archive, or has a line longer than MOST_DOCUMENT_BYTES.
     """
     texts: list[str] = []
     size = 0
@@ -292,7 +295,7 @@ def _stream_chunks(path: str) -> Iterator[Chunk]:
         with open_input(path) as file:
             while block := file.read(CHUNK_BYTES):
                 if not block.endswith(b"\n"):
-                    block += file.readline()
+                    block += _rest_of_line(file, path)
                 yield Chunk(path, lines=block, first=number)
                 number += block.count(b"\n")
     except Exception as error:
@@ -324,20 +327,37 @@ def read_range(path: str, begin: int, end: int) -> bytes:
     """Return the whole lines whose first byte lies in `begin` .. `end` - 1.
 
     Raises:
-        DataFileError: the file cannot be read.
+        DataFileError: the file cannot be read, or has a line longer than MOST_DOCUMENT_BYTES.
     """
     try:
         with open(path, "rb") as file:
             if begin:
                 file.seek(begin - 1)
-                file.readline()
+                while (skipped := file.readline(CHUNK_BYTES)) and not skipped.endswith(b"\n"):
+                    pass
             start = file.tell()
             if start >= end:
                 return b""
             block = file.read(end - start)
-            return block if block.endswith(b"\n") else block + file.readline()
+            return block if block.endswith(b"\n") else block + _rest_of_line(file, path)
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def _rest_of_line(file: Any, path: str) -> bytes:
+    """Return the bytes up to the next end of a line, or of the file."""
+    line = file.readline(MOST_DOCUMENT_BYTES + 1)
+    _check_size(len(line), path)
+    return line
+
+
+def _check_size(size: int, path: str) -> None:
+    """Refuse a document that has grown too large while it is read."""
+    if size > MOST_DOCUMENT_BYTES:
+        raise DataFileError(
+            f"--input {path}: got a line or a text of more than {MOST_DOCUMENT_BYTES} bytes; expected documents that "
+            "fit memory; fix: cut it into several documents, or leave the file out"
+        )
 
 
 def lines_before(path: str, begin: int) -> int:
@@ -355,11 +375,16 @@ def read_text_file(path: str) -> bytes:
     """Return a whole plain text file, unpacked.
 
     Raises:
-        DataFileError: it cannot be read, or is a damaged archive.
+        DataFileError: it cannot be read, is a damaged archive, or is longer than MOST_DOCUMENT_BYTES.
     """
     try:
+        blocks, size = [], 0
         with open_input(path) as file:
-            return file.read()
+            while block := file.read(CHUNK_BYTES):
+                blocks.append(block)
+                size += len(block)
+                _check_size(size, path)
+        return b"".join(blocks)
     except Exception as error:
         raise _unreadable(path, error) from error
 

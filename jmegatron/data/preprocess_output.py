@@ -222,7 +222,7 @@ def _try_lock(path: Path, name: Path) -> int | None:
     """Return the descriptor of the locked file, None where locks are not possible."""
     while True:
         try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError:
             return None
         try:

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jmegatron.data.preprocess_input import MOST_DOCUMENT_BYTES
 from jmegatron.data.split import DEFAULT_SPLIT, SPLIT_NAMES, split_ranges
 from jmegatron.data.tokenizers import Tokenizer
 from jmegatron.errors import DataFileError, UsageError
@@ -203,7 +204,12 @@ class ConversationFile:
         """Yield each conversation that can be used, and note where it lies."""
         batch: list[tuple[int, int, int, list[dict[str, str]]]] = []
         begin = 0
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MOST_DOCUMENT_BYTES + 1), b""), start=1):
+            if len(line) > MOST_DOCUMENT_BYTES:
+                raise DataFileError(
+                    f"--sft {self.path}, line {number}: got more than {MOST_DOCUMENT_BYTES} bytes; fix: cut the "
+                    "conversation into several"
+                )
             messages = self._parse(line, number)
             if messages is not None:
                 batch.append((number, begin, len(line), messages))

@@ -176,6 +176,11 @@ def gpt_specs(settings: GPTSettings, parallel: LayerParallel, pipeline: Pipeline
         columns = lambda key, shape, dtype: rows(key, shape[::-1], dtype).T  # noqa: E731
         shape = (s.hidden_size, s.padded_vocab_size)
         specs["output"] = {"kernel": ParameterSpec(shape, P(None, axes), columns, vocabulary=True)}
+    if s.mask_padded_vocab and s.vocab_size != s.padded_vocab_size:
+        word = specs["embedding"]["word"]
+        word["embedding"] = dataclasses.replace(word["embedding"], padded=(0, s.vocab_size))
+        if not s.tied:
+            specs["output"]["kernel"] = dataclasses.replace(specs["output"]["kernel"], padded=(1, s.vocab_size))
     return specs
 
 

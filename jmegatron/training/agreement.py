@@ -81,18 +81,18 @@ def _git(folder: Path, *words: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
-def data_facts(devices: Sequence[Any], sources: Sources, step: int | None) -> dict[str, str]:
+def data_facts(devices: Sequence[Any], sources: Sources, checkpoint: str | None) -> dict[str, str]:
     """Returns what can be compared before the first array: devices, data, checkpoint.
 
     Args:
       devices: of this process.
       sources: the samples that it found.
-      step: of the checkpoint that it found, None: none.
+      checkpoint: what identifies the one that it found, None: none.
     """
     facts = {"number of its devices": f"{len(devices)} x {devices[0].device_kind}"}
     for split, source in zip(("training", "validation", "test"), sources, strict=True):
         facts[f"{split} samples"] = "none" if source is None or not len(source) else _sample_fact(source)
-    return {**facts, "checkpoint to go on from": "none" if step is None else f"step {step}"}
+    return {**facts, "checkpoint to go on from": checkpoint or "none"}
 
 
 def _sample_fact(source: SampleSource) -> str:

@@ -83,9 +83,11 @@ class StepResult:
 
 
 def start_weights(program: Program, state: Any = None) -> Any:
-    """Returns fp32 weights on the host, layers in order: those of `state`, else those that a run would start from."""
-    state = program.to_canonical(program.init() if state is None else state)
-    return jax.device_get(state.parameters if state.master is None else state.master)
+    """Returns fp32 weights on the host as a checkpoint holds them, those of `state` or those a run would start from."""
+    arrays = program.saved_arrays(program.init() if state is None else state)
+    structure = jax.tree.structure(program.specs, is_leaf=partition.is_spec)
+    names = [f"parameters/{path}" for path, _ in partition.named_specs(program.specs)]
+    return jax.device_get(jax.tree.unflatten(structure, [arrays[name] for name in names]))
 
 
 def run_step(program: Program, weights: Any, arrays: dict[str, np.ndarray]) -> StepResult:
@@ -96,7 +98,7 @@ def run_step(program: Program, weights: Any, arrays: dict[str, np.ndarray]) -> S
 
     Args:
       program: of a run.
-      weights: as of `start_weights`, perhaps of a model with another padding of the vocabulary.
+      weights: as of `start_weights`, perhaps of a model whose padding is trained and of another size.
       arrays: the rows of a global batch.
     """
     specs, canonical = program.specs, program.canonical_specs
@@ -104,7 +106,7 @@ def run_step(program: Program, weights: Any, arrays: dict[str, np.ndarray]) -> S
     fitted = partition.map_specs(lambda s, value: _fitted(value, s.shape), canonical, weights)
 
     def place(values: Any) -> Any:
-        placed = partition.map_specs(partition.from_canonical, specs, values)
+        placed = partition.map_specs(partition.from_canonical, specs, values, shardings)
         return jax.tree.map(lambda p: p.astype(program.settings.compute_dtype), placed)
 
     gradient_function = make_gradient_function(program.settings, program.mesh)
@@ -112,7 +114,7 @@ def run_step(program: Program, weights: Any, arrays: dict[str, np.ndarray]) -> S
     def step(parameters: Any, batch: Any, key: Any) -> Any:
         report, gradients = gradient_function(parameters, batch, key)
         loss = report["loss_sum"] / jnp.maximum(report["num_tokens"], 1.0)
-        return loss, global_norm(gradients), partition.map_specs(partition.to_canonical, specs, gradients)
+        return loss, global_norm(gradients), partition.map_specs(partition.to_canonical, specs, gradients, shardings)
 
     place = jax.jit(place, out_shardings=partition.shardings(specs, program.mesh))
     step = jax.jit(step, out_shardings=(None, None, shardings), compiler_options=compiler_options(program.mesh))

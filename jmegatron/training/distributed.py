@@ -197,6 +197,10 @@ class CoordinationStore:
         except jax.errors.JaxRuntimeError as error:
             raise _as_timeout(error) from error
 
+    def delete(self, prefix: str) -> None:
+        """Removes all values whose keys begin with `prefix`/."""
+        self._client.key_value_delete(f"jmegatron/{prefix}/")
+
 
 def _as_timeout(error: Exception) -> Exception:
     return TimeoutError(str(error)) if "DEADLINE_EXCEEDED" in str(error) else error

@@ -7,9 +7,9 @@ duration), core/dist_signal_handler.py.
 A thread of its own does all of it, whatever the main thread waits for: a compilation, a collective that a dead peer
 will never enter, a write. It ends the process with `os._exit`: an orderly end would wait for those very peers.
 
-Stopping at the same step: whoever wants to stop writes a request. A process that sees one holds its main thread at the
-end of a step and writes the last step it had been asked about. Once every process has written one, all go on to the
-largest plus 1 and stop there: no process has begun a later one, and none can be missing from that one.
+Stopping, or saving, after the same step: whoever wants it writes a request. A process that sees one holds its main
+thread at the end of a step and writes the last step it had been asked about. Once every process has written one, all go
+on to the largest plus 1 and do it there: no process has begun a later one, and none can be missing from that one.
 """
 
 import contextlib
@@ -52,6 +52,58 @@ class Store(Protocol):
     def barrier(self, name: str, seconds: float) -> None:
         """Waits until every process is here. Raises TimeoutError after `seconds`."""
 
+    def delete(self, prefix: str) -> None:
+        """Removes all values whose keys begin with `prefix`/."""
+
+
+class _Agreement:
+    """After which step all processes do something that one of them asks for; again and again, in rounds."""
+
+    def __init__(self, kind: str):
+        self._kind = kind
+        self._round = 0
+        self.reason = ""
+        self.held = False
+        """Whether this process waits at the end of a step."""
+        self.at: int | None = None
+        """The step agreed on, 0 in a job of one."""
+
+    @property
+    def _keys(self) -> tuple[str, str]:
+        return f"ask/{self._kind}/{self._round}", f"step/{self._kind}/{self._round}"
+
+    def request(self, store: Store | None, index: int, reason: str) -> None:
+        if store is None:
+            self.at, self.reason = self.at or 0, self.reason or reason
+        else:
+            store.set(f"job/{self._keys[0]}/{index}", reason)
+
+    def look(self, store: Store, entries: Mapping[str, str], job: "Job", asked: int) -> None:
+        """Does what others' entries demand; `asked` is the last step that the main thread has ended."""
+        ask, step = (f"{key}/" for key in self._keys)
+        reasons = [value for key, value in sorted(entries.items()) if key.startswith(ask)]
+        if not reasons or self.at is not None:
+            return
+        if not self.held:
+            store.set(f"job/{step}{job.index}", str(asked))
+            self.held = True
+            return
+        steps = [int(value) for key, value in entries.items() if key.startswith(step)]
+        if len(steps) == job.count:
+            self.at, self.reason, self.held = max(steps) + 1, reasons[0], False
+
+    def due(self, step: int) -> bool:
+        return self.at is not None and step >= self.at
+
+    def next_round(self, store: Store | None, index: int) -> None:
+        """Begins anew after what was agreed on."""
+        if store is not None and index == 0 and self._round:
+            # All have left the round before this one, or this one could not have been agreed on.
+            for kind in ("ask", "step"):
+                store.delete(f"job/{kind}/{self._kind}/{self._round - 1}")
+        self._round += 1
+        self.at, self.reason = None, ""
+
 
 class Job:
     """This process's part in its job; a job of one process until `enter` says otherwise.
@@ -84,8 +136,11 @@ class Job:
         self._longest: tuple[float, str] | None = None
         self._training = self._signalled = self._leaving = False
         self._turn = threading.Condition()
-        self._held, self._asked, self._reason = False, 0, ""
-        self._stop_at: int | None = None
+        self._asked = 0
+        self._stop, self._save = _Agreement("stop"), _Agreement("save")
+        self._save_seconds: float | None = None
+        self._last_save = self._begin
+        self._save_asked = False
 
     # ---- life ---------------------------------------------------------------------------------------------------
     def start(self) -> None:
@@ -107,14 +162,18 @@ class Job:
             # JAX aborts where a peer stops answering: Python's stacks then say what this process waited for.
             faulthandler.enable()
 
-    def train(self, step: int, exit_minutes: int | None = None) -> None:
+    def train(self, step: int, exit_minutes: int | None = None, save_minutes: float | None = None) -> None:
         """From here on, after `step` steps, a signal ends the run after a step instead of at once.
 
         Args:
           step: steps done.
           exit_minutes: how long after its beginning the run ends after a step, as process 0 measures it.
+          save_minutes: how long after the last save all save again, as process 0 measures it.
         """
         self._asked, self._training = step, True
+        self._last_save = time.monotonic()
+        if save_minutes is not None and self.index == 0:
+            self._save_seconds = save_minutes * 60.0
         if exit_minutes is not None and self.index == 0:
             self._longest = (exit_minutes * 60.0, f"--exit-duration-in-mins {exit_minutes}")
 
@@ -142,14 +201,11 @@ class Job:
                 end.close()
         self._thread = self._wakeup = None
 
-    # ---- stopping together --------------------------------------------------------------------------------------
+    # ---- stopping and saving together ---------------------------------------------------------------------------
     def request_stop(self, reason: str) -> None:
         """Asks all processes to end the run after a step, the same one."""
-        if self.store is not None:
-            self.store.set(f"job/stop/{self.index}", reason)
-            return
         with self._turn:
-            self._stop_at, self._reason = self._stop_at or 0, self._reason or reason
+            self._stop.request(self.store, self.index, reason)
 
     def stops_after(self, step: int) -> str | None:
         """Returns why the run ends after this step, None where it goes on; to be asked once after each step."""
@@ -158,23 +214,36 @@ class Job:
             self._longest = None
         with self._turn:
             self._asked = step
-            self._turn.wait_for(lambda: not self._held)
-            return self._reason if self._stop_at is not None and step >= self._stop_at else None
+            self._turn.wait_for(lambda: not (self._stop.held or self._save.held))
+            return self._stop.reason if self._stop.due(step) else None
+
+    def saves_after(self, step: int, saved: bool) -> bool:
+        """Returns whether the time has come to save after this step; to be asked once after `stops_after`.
+
+        Args:
+          step: the step.
+          saved: the run saves now in any case.
+        """
+        now = time.monotonic()
+        if saved:
+            self._last_save = now
+        with self._turn:
+            self._turn.wait_for(lambda: not self._save.held)
+            if self._save_seconds is not None and not self._save_asked and now - self._last_save > self._save_seconds:
+                self._save.request(self.store, self.index, "time")
+                self._save_asked = True
+            if not self._save.due(step):
+                return False
+            self._save.next_round(self.store, self.index)
+            self._save_asked, self._last_save = False, now
+            return True
 
     def _agree_on_step(self, entries: Mapping[str, str]) -> None:
         assert self.store is not None
-        reasons = [value for key, value in sorted(entries.items()) if key.startswith("stop/")]
-        if not reasons or self._stop_at is not None:
-            return
         with self._turn:
-            if not self._held:
-                self.store.set(f"job/step/{self.index}", str(self._asked))
-                self._held = True
-                return
-            steps = [int(value) for key, value in entries.items() if key.startswith("step/")]
-            if len(steps) == self.count:
-                self._stop_at, self._reason, self._held = max(steps) + 1, reasons[0], False
-                self._turn.notify_all()
+            for agreement in (self._stop, self._save):
+                agreement.look(self.store, entries, self, self._asked)
+            self._turn.notify_all()
 
     # ---- deadlines ----------------------------------------------------------------------------------------------
     def watch(self, what: str | None, minutes: float | None = None) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jmegatron import partition
-from jmegatron.checkpoint.manager import CheckpointFolder
+from jmegatron.checkpoint import steps
+from jmegatron.checkpoint.peers import Peers
+from jmegatron.checkpoint.writer import CheckpointWriter, Outcome, Retention
 from jmegatron.config import Config
 from jmegatron.data.gpt_dataset import Sources
 from jmegatron.data.loader import GlobalBatchLoader
@@ -38,8 +41,11 @@ from jmegatron.training.resume import (
     check_same_model,
     check_save_folder,
     checkpoint_meta,
+    clear_save_folder,
+    dropout_key,
     find_checkpoint,
     keep_padding,
+    keep_schedules,
     load_state,
     schedule_position,
 )
@@ -70,18 +76,23 @@ def run(config: Config, devices: list[Any] | None = None, job: Job | None = None
     devices = devices or jax.devices()
     if job.count != jax.process_count():
         raise ValueError(f"run: the job has {job.count} processes, jax.distributed {jax.process_count()}; see `join`")
-    resume = find_checkpoint(config.checkpoint, _say_first)
+    if config.checkpoint.load:
+        _say_first("checking the checkpoint ...")
+    job.watch("checking the checkpoint", SLOW_MINUTES)
+    peers = Peers(job.index, job.count, job.store, SLOW_MINUTES * 60)
+    resume = find_checkpoint(config.checkpoint, _say_first, peers)
     config, tokenizer = resolve_for_run(keep_padding(config, resume) if resume else config, len(devices))
     if resume:
         check_same_model(config, resume)
-    check_save_folder(config.checkpoint.save, resume.step if resume else 0)
+        config = keep_schedules(config, resume, _say_first)
+    check_save_folder(config.checkpoint.save, resume)
     attention_backend(config, devices[0].platform)  # refuses what cannot serve
     cache = startup.configure_compilation_cache(config)
     _say_first("preparing the data ...")
     job.watch("preparing the data", SLOW_MINUTES)
     sources = build_data(config, tokenizer, resume)
     if job.store is not None:
-        agree(job, "data", data_facts(jax.local_devices(), sources, resume.step if resume else None))
+        agree(job, "data", data_facts(jax.local_devices(), sources, resume.identity if resume else None))
     program = build_program(config, devices, resume.position if resume else START)
     schedule = program.settings.pipeline.build(program.num_microbatches)
     for line in startup.startup_lines(config, program.mesh, program.specs, cache) + startup.pipeline_lines(schedule):
@@ -92,7 +103,10 @@ def run(config: Config, devices: list[Any] | None = None, job: Job | None = None
     startup.check_memory(program.specs, config, program.mesh)
     job.watch("making the state", SLOW_MINUTES)
     state = load_state(program, resume, _say_first) if resume else program.init()
-    Trainer(program, state, resume.consumed_samples if resume else 0, sources, job).run()
+    if job.index == 0:
+        clear_save_folder(config.checkpoint.save, resume, _say_first)
+    key = dropout_key(program, resume)
+    Trainer(program, state, resume.consumed_samples if resume else 0, sources, job, key, peers).run()
 
 
 def _say_first(text: str) -> None:
@@ -142,9 +156,20 @@ class Trainer:
       consumed_samples: samples used up before.
       sources: training, validation and test samples.
       job: the processes.
+      dropout_key: None where nothing is dropped.
+      peers: the processes, as checkpoints see them.
     """
 
-    def __init__(self, program: Program, state: TrainState, consumed_samples: int, sources: Sources, job: Job):
+    def __init__(
+        self,
+        program: Program,
+        state: TrainState,
+        consumed_samples: int,
+        sources: Sources,
+        job: Job,
+        dropout_key: Any,
+        peers: Peers,
+    ):
         config = program.config
         assert config.training.global_batch_size is not None and config.training.train_iters is not None
         self.program, self.state, self.consumed_samples = program, state, consumed_samples
@@ -160,7 +185,16 @@ class Trainer:
             run_config=dataclasses.asdict(config),
             active=jax.process_index() == 0,
         )
-        self._folder = CheckpointFolder(config.checkpoint.save, option="save") if config.checkpoint.save else None
+        self._writer = None
+        if config.checkpoint.save:
+            self._writer = CheckpointWriter(
+                config.checkpoint.save,
+                peers,
+                in_background=config.checkpoint.async_save,
+                retention=Retention(config.checkpoint.keep_latest, config.checkpoint.keep_every),
+            )
+        self._unsaved: Outcome | None = None
+        self._key = dropout_key
         self._job = job
         self._evaluate = Evaluator(program, sources, job)
         self._straggler = StragglerLog(job, wanted=config.logging.log_straggler)
@@ -185,12 +219,14 @@ class Trainer:
                 self._close()
             raise
         self._close()
+        self._check_last_save()
 
     def _close(self) -> None:
         self._profile.stop()
-        if self._folder is not None:
+        if self._writer is not None:
             self._job.watch("finishing the last checkpoint", SLOW_MINUTES)
-            self._folder.close()
+            self._writer.wait()
+            self._look_at_saves(self._writer)
         self._job.watch(None)
 
     def _say(self, text: str) -> None:
@@ -198,13 +234,17 @@ class Trainer:
 
     def _steps(self) -> int:
         """Runs the steps and returns the last one done."""
-        key = self.program.dropout_key()
+        key = self._key
         with self._loader() as loader:
             first = next(loader)
             train_step = _compile(self.program, self.state, first, key, self._job)
             batches = itertools.chain([first], loader)
             del first
-            self._job.train(self._first, self.program.config.training.exit_duration_in_mins)
+            self._job.train(
+                self._first,
+                self.program.config.training.exit_duration_in_mins,
+                self.program.config.checkpoint.save_interval_minutes if self._writer else None,
+            )
             self._clock.read()
             self._straggler.reset()
             for step in range(self._first + 1, self._last + 1):
@@ -266,6 +306,7 @@ class Trainer:
         leave = reason is not None
         evaluating = self._evaluate.has("valid") and (last or _is_due(step, config.training.eval_interval))
         saving = leave or last or _is_due(step, config.checkpoint.save_interval)
+        saving = self._job.saves_after(step, saving) or saving
         comparing = _is_due(step, config.training.check_weight_hash_across_dp_replicas_interval)
         if evaluating or saving or comparing:
             self._wait(0)  # queued steps are no pause
@@ -275,19 +316,50 @@ class Trainer:
                 self._check_replicas(step, self.state)
             if evaluating:
                 self._report_evaluation(step, "valid")
-            if saving and self._folder is not None:
-                self._save(self._folder, step)
+            if saving and self._writer is not None:
+                self._save(self._writer, step)
         self._clock.pause(time.perf_counter() - start)
+        if self._writer is not None:
+            self._look_at_saves(self._writer)
         if leave:
             self._say(f"exiting at iteration {step} ({reason})")
         return leave
 
-    def _save(self, folder: CheckpointFolder, step: int) -> None:
+    def _save(self, writer: CheckpointWriter, step: int) -> None:
         self._job.watch(f"saving step {step}", SLOW_MINUTES)
-        position = schedule_position(self.program, self.state)
-        meta = checkpoint_meta(self.program.config, step, self.consumed_samples, position)
-        folder.save(step, self.program.to_canonical(self.state), meta)
         self._say(f"saving checkpoint at iteration {step} to {self.program.config.checkpoint.save}")
+        position = schedule_position(self.program, self.state)
+        meta = checkpoint_meta(self.program.config, step, self.consumed_samples, position, self._key)
+        writer.save(step, self.program.saved_arrays(self.state), meta)
+
+    def _look_at_saves(self, writer: CheckpointWriter) -> None:
+        """Says how saves have ended that have since the last look."""
+        for outcome in writer.outcomes():
+            self._unsaved = outcome if outcome.problem else None
+            if outcome.problem:
+                self._say(
+                    f"WARNING: --save {self.program.config.checkpoint.save}: the checkpoint of iteration {outcome.step}"
+                    f" could not be written: {outcome.problem}; training goes on, and the next save tries again"
+                )
+            else:
+                removed = f"; removed step {', '.join(map(str, outcome.removed))}" if outcome.removed else ""
+                self._say(f"saved checkpoint of iteration {outcome.step} in {outcome.seconds:.1f} s{removed}")
+
+    def _check_last_save(self) -> None:
+        """Raises TrainingError if the newest state is not on the disk."""
+        if self._unsaved is None:
+            return
+        path = self.program.config.checkpoint.save
+        assert path is not None
+        try:
+            newest = steps.complete_steps(Path(path))[-1:]
+        except OSError:
+            newest = []
+        there = f"the last complete one is step {newest[0]}" if newest else "there is no complete one"
+        raise TrainingError(
+            f"--save {path}: the last checkpoint, of iteration {self._unsaved.step}, could not be written:"
+            f" {self._unsaved.problem}; {there}; fix: make room, or give another folder, and --load {path} to go on"
+        )
 
     def _report_evaluation(self, step: int, split: str) -> None:
         self._reporter.evaluation(step, split, self._evaluate(self.state.parameters, split))

@@ -5,9 +5,12 @@ No communication here; collectives happen inside the steps.
 
 import dataclasses
 import functools
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -21,7 +24,15 @@ from jmegatron.optimizer.optimizers import build_optimizer, map_parameters
 from jmegatron.optimizer.schedules import START, LearningRateSchedule, Position
 from jmegatron.training.batches import BatchPlacer, CompactBatch, compact_shardings
 from jmegatron.training.build import decoupled_schedule, learning_rate_schedule, step_settings
-from jmegatron.training.state import TrainState, init_state, train_state_shardings
+from jmegatron.training.state import (
+    TrainState,
+    data_shardings,
+    init_state,
+    name_of,
+    named_arrays,
+    start_of,
+    train_state_shardings,
+)
 from jmegatron.training.step import StepSettings, make_train_step
 
 
@@ -61,52 +72,95 @@ class Program:
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.state_shardings
         )
 
-    # ---- the layout of checkpoints: layers in order, whatever the pipeline ----
+    # ---- what a checkpoint holds: arrays by name, layers in order, no padding, the same on every mesh ----
     @functools.cached_property
     def canonical_specs(self) -> Any:
-        """Declarations of the parameters with their layers in order."""
-        return partition.map_specs(partition.canonical, self.specs)
-
-    @property
-    def is_canonical(self) -> bool:
-        """Whether the state's layers lie in order, so that a checkpoint holds it as it is."""
-        pairs = zip(partition.named_specs(self.specs), partition.named_specs(self.canonical_specs), strict=True)
-        return all(own.shape == ordered.shape and own.stacked == ordered.stacked for (_, own), (_, ordered) in pairs)
-
-    def canonical_state(self) -> TrainState:
-        """Returns shapes, dtypes and shardings of the state as a checkpoint holds it."""
-        return jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-            jax.eval_shape(lambda state: self._rearranged(state, partition.to_canonical), self.abstract_state()),
-            state_shardings(self.settings, self.canonical_specs, self.optimizer, self.mesh),
-        )
-
-    def to_canonical(self, state: TrainState) -> TrainState:
-        """Returns the state as a checkpoint holds it. Communication: layers move between stages if they have chunks."""
-        return state if self.is_canonical else self._to_canonical(state)
-
-    def from_canonical(self, state: TrainState) -> TrainState:
-        """Returns the state of a checkpoint as the step takes it; the other way round."""
-        return state if self.is_canonical else self._from_canonical(state)
+        """Declarations of the parameters as a checkpoint holds them."""
+        return partition.map_specs(lambda s: partition.canonical(s, self.mesh.shape), self.specs)
 
     @functools.cached_property
-    def _to_canonical(self) -> Any:
-        shardings = jax.tree.map(lambda a: a.sharding, self.canonical_state())
-        return jax.jit(lambda s: self._rearranged(s, partition.to_canonical), out_shardings=shardings)
+    def _saved_shardings(self) -> TrainState:
+        found = state_shardings(self.settings, self.canonical_specs, self.optimizer, self.mesh)
+        return found if found.master is None else dataclasses.replace(found, parameters=found.master, master=None)
+
+    def _rearranged(self, how: Any, weights: Any, moments: Any) -> tuple[Any, Any]:
+        """Returns weights and optimizer state (or None) with partition.to_canonical or from_canonical done to each."""
+        specs = self.canonical_specs
+        shardings = partition.shardings(specs, self.mesh)
+        if self.settings.distributed_optimizer:
+            shardings = data_shardings(specs, self.mesh)
+        bound = lambda spec, sharding: functools.partial(how, spec, sharding=sharding)  # noqa: E731
+        of_weights, of_moments = (
+            partition.map_specs(bound, self.specs, tree) for tree in (self._saved_shardings.parameters, shardings)
+        )
+        apply = lambda rearrange, value: rearrange(value)  # noqa: E731
+        if moments is not None:
+            moments = map_parameters(self.optimizer, apply, moments, of_moments)
+        return jax.tree.map(apply, of_weights, weights), moments
+
+    def saved_layout(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shape, dtype and sharding of each array of a checkpoint, by name.
+
+        The parameters are the fp32 ones that the optimizer updates; those of the compute dtype are cast from them.
+        """
+        shapes = jax.eval_shape(self._to_saved, self.abstract_state())
+        place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)  # noqa: E731
+        return named_arrays(jax.tree.map(place, shapes, self._saved_shardings))
+
+    def saved_arrays(self, state: TrainState) -> dict[str, Any]:
+        """Returns the arrays of a checkpoint by name; those that need no change are the state's own.
+
+        Communication: layers move between stages if they have chunks, and rows of the vocabulary if they are padded.
+        """
+        if all(partition.is_canonical(spec) for _, spec in partition.named_specs(self.specs)):
+            return named_arrays(self._to_saved(state))
+        return named_arrays(self._jitted_to_saved(state))
 
     @functools.cached_property
-    def _from_canonical(self) -> Any:
-        rearrange = lambda s: self._rearranged(s, partition.from_canonical)  # noqa: E731
-        return jax.jit(rearrange, out_shardings=self.state_shardings, donate_argnums=0)
+    def _jitted_to_saved(self) -> Any:
+        return jax.jit(self._to_saved, out_shardings=self._saved_shardings)
 
-    def _rearranged(self, state: TrainState, how: Any) -> TrainState:
-        tree = lambda values: partition.map_specs(how, self.specs, values)  # noqa: E731
-        return dataclasses.replace(
-            state,
-            parameters=tree(state.parameters),
-            master=None if state.master is None else tree(state.master),
-            optimizer=map_parameters(self.optimizer, how, state.optimizer, self.specs),
-        )
+    def _to_saved(self, state: TrainState) -> TrainState:
+        weights = state.parameters if state.master is None else state.master
+        weights, moments = self._rearranged(partition.to_canonical, weights, state.optimizer)
+        return dataclasses.replace(state, parameters=weights, master=None, optimizer=moments)
+
+    def state_of(self, arrays: Mapping[str, Any]) -> TrainState:
+        """Returns the state that the step takes of a checkpoint's arrays, which are consumed, in their own dtypes.
+
+        Communication: as of `saved_arrays`; parameters of the compute dtype are gathered over the data axes.
+
+        Args:
+          arrays: of `saved_layout`. Without those of the optimizer it begins anew, and so does a loss scale.
+        """
+        shapes = jax.eval_shape(self._to_saved, self.abstract_state())
+        paths, structure = jax.tree_util.tree_flatten_with_path(shapes)
+        saved = jax.tree.unflatten(structure, [arrays.get(name_of(path)) for path, _ in paths])
+        with warnings.catch_warnings():
+            # What is cast, or gets padding, cannot stay where it lies.
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            return self._jitted_from_saved(saved)
+
+    @functools.cached_property
+    def _jitted_from_saved(self) -> Any:
+        return jax.jit(self._from_saved, out_shardings=self.state_shardings, donate_argnums=0)
+
+    def _from_saved(self, saved: TrainState) -> TrainState:
+        moments = saved.optimizer if jax.tree.leaves(saved.optimizer) else None
+        weights, moments = self._rearranged(partition.from_canonical, saved.parameters, moments)
+        weights = jax.tree.map(lambda w: w.astype(jnp.float32), weights)
+        if self.state_shardings.master is not None:
+            # First to where they stay: what is gathered over the data axes is then the compute dtype's copy, and that
+            # of a rank's own part.
+            weights = jax.lax.with_sharding_constraint(weights, self.state_shardings.master)
+        started = start_of(weights, self.optimizer, self.settings.compute_dtype, self.settings.scaler)
+        given = dataclasses.replace(started, step=saved.step)
+        if moments is not None:
+            given = dataclasses.replace(given, optimizer=moments)
+        for name in ("loss_scale", "skipped"):
+            if jax.tree.leaves(getattr(saved, name)):
+                given = dataclasses.replace(given, **{name: getattr(saved, name)})
+        return jax.tree.map(lambda value, like: value.astype(like.dtype), given, started)
 
     def dropout_key(self) -> Any:
         """Returns the run's dropout key, or None where nothing is dropped."""

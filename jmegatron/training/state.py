@@ -44,16 +44,38 @@ def init_state(
     scaler: LossScalerSettings | None = None,
 ) -> TrainState:
     """Returns the state before the first step; call under jit with `train_state_shardings` as out_shardings."""
-    master = partition.init_parameters(specs, key, jnp.float32)
+    return start_of(partition.init_parameters(specs, key, jnp.float32), optimizer, compute_dtype, scaler)
+
+
+def start_of(
+    weights: Tree,
+    optimizer: optax.GradientTransformation,
+    compute_dtype: Any,
+    scaler: LossScalerSettings | None = None,
+) -> TrainState:
+    """Returns the state before the first step with these fp32 weights; under jit as `init_state`."""
     mixed = jnp.dtype(compute_dtype) != jnp.float32
     return TrainState(
         step=jnp.zeros((), jnp.int32),
-        parameters=jax.tree.map(lambda p: p.astype(compute_dtype), master),
-        master=master if mixed else None,
-        optimizer=optimizer.init(master),
+        parameters=jax.tree.map(lambda p: p.astype(compute_dtype), weights),
+        master=weights if mixed else None,
+        optimizer=optimizer.init(weights),
         loss_scale=None if scaler is None else loss_scaler.init(scaler),
         skipped=None if scaler is None else jnp.zeros((), jnp.int32),
     )
+
+
+def named_arrays(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a state by name, such as "parameters/embedding/word/embedding" or "optimizer/0/mu/...".
+
+    Equal parts of the optimizer's state are numbered: what it is follows from the optimizer and the model alone.
+    """
+    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """Returns the name of a leaf of a state from its key path."""
+    return "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)
 
 
 def train_state_shardings(

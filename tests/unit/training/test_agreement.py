@@ -80,7 +80,7 @@ def test_other_samples_or_another_checkpoint_are_other_facts() -> None:
 
     facts = [
         data_facts([Device()] * devices, (Samples(last), None, None), step)
-        for devices, last, step in ((2, 2, None), (2, 2, None), (2, 9, None), (2, 2, 5), (1, 2, None))
+        for devices, last, step in ((2, 2, None), (2, 2, None), (2, 9, None), (2, 2, "step 5"), (1, 2, None))
     ]
     assert facts[0] == facts[1]
     assert [fact for fact in facts[2:] if fact == facts[0]] == []

@@ -1,0 +1,62 @@
+"""The arrays of a step on the disk: Orbax writes and reads them, each process its own shards. No communication.
+
+Orbax's handler is used, not its managers: what is complete, how processes wait for one another, what is kept and what
+is believed are decided here (see README.md).
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import type_handlers
+
+CHUNK_BYTES = 16 << 20
+"""Largest piece of an array on the disk: what another mesh reads in vain of a neighbour's part."""
+
+
+def start_writing(folder: Path, arrays: Mapping[str, jax.Array]) -> list[Any]:
+    """Starts writing this process's shards into a folder; returns the futures of it.
+
+    On return the arrays have been copied: they may be donated.
+
+    Raises:
+      OSError, ValueError: the folder cannot be written to.
+    """
+    save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
+    args = ocp.args.PyTreeSave(dict(arrays), save_args=save_args)
+    return asyncio.run(_handler().async_save(epath.Path(folder), args=args)) or []
+
+
+def finish_writing(folder: Path) -> None:
+    """Makes one whole of what the processes have written; process 0 calls it."""
+    _handler().finalize(epath.Path(folder))
+
+
+def read_arrays(folder: Path, layout: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Returns arrays of a folder with the shape, dtype and sharding of `layout`; others there are left alone.
+
+    Raises:
+      Exception: of many types, also of bare Exception: something cannot be read.
+    """
+    restore_args = {
+        name: ocp.ArrayRestoreArgs(sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=True)
+        for name, a in layout.items()
+    }
+    args = ocp.args.PyTreeRestore(dict(layout), restore_args=restore_args, partial_restore=True)
+    return dict(_handler().restore(epath.Path(folder), args=args))
+
+
+def _handler() -> Any:
+    # Orbax logs each save in several lines; the training log says it in one.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    arrays = type_handlers.ArrayHandler(enable_write_sharding_file=False)
+    # Random bits do not compress, and a second to try is a second lost.
+    return ocp.PyTreeCheckpointHandler(
+        use_compression=False,
+        type_handler_registry=type_handlers.create_type_handler_registry((jax.Array, arrays)),
+    )

@@ -1,0 +1,108 @@
+"""Checksums: of arrays, the same on every mesh, and of files.
+
+An array's checksum is a sum over its elements of a hash of (position, bits), so that each device sums what it holds and
+no layout, no file format and no compression changes it:
+
+    p = hash(sum over dims of index * odd constant)      of an element's position
+    h = hash(bits ^ p)
+    checksum = (sum of h, sum of hash(h ^ p))            mod 2^32 each
+
+The hash is a bijection of 32 bits (the finalizer of MurmurHash3): a single element that changes always changes both
+sums, several ones miss with 2^-64. Files are hashed with XXH3-128 as they lie on the disk.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import xxhash
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+_READ_BYTES = 4 << 20
+
+
+# ---- arrays -------------------------------------------------------------------------------------------------------
+def array_checksums(arrays: Mapping[str, Array]) -> Array:
+    """Returns the checksums, uint32 [arrays, 2] in the order of the names, on every device.
+
+    Communication: one all-reduce of two integers an array over the axes that divide it, added by XLA.
+    """
+    values = [arrays[name] for name in sorted(arrays)]
+    sharding = values[0].sharding
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+    return jax.jit(_checksums, out_shardings=everywhere)(values)
+
+
+def as_text(checksums: Array) -> list[str]:
+    """Returns 16 hexadecimal digits for each checksum; waits for them."""
+    return [f"{high:08x}{low:08x}" for high, low in np.asarray(checksums)]
+
+
+def _checksums(values: list[Array]) -> Array:
+    return jnp.stack([_checksum(value) for value in values])
+
+
+def _checksum(value: Array) -> Array:
+    bits = _words(value)
+    position = jnp.zeros((), jnp.uint32)
+    for dim in range(bits.ndim):
+        # Any odd numbers without a pattern: these are from the fractional parts of multiples of the golden ratio.
+        factor = jnp.uint32((0x9E3779B97F4A7C15 * (2 * dim + 1) >> 17) & 0xFFFFFFFF | 1)
+        position = position + factor * jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+    position = _mixed(position)
+    first = _mixed(bits ^ position)
+    second = _mixed(first ^ position)
+    add = lambda a, b: (a[0] + b[0], a[1] + b[1])  # noqa: E731
+    # One reduction with two results: ten times as fast on CPUs as two.
+    zero = jnp.uint32(0)
+    return jnp.stack(jax.lax.reduce((first, second), (zero, zero), add, tuple(range(bits.ndim))))
+
+
+def _words(value: Array) -> Array:
+    """Returns the elements' bits as uint32; elements of 64 bits as two, along a new last dim."""
+    if value.dtype == jnp.bool_:
+        return value.astype(jnp.uint32)
+    size = value.dtype.itemsize
+    return jax.lax.bitcast_convert_type(value, f"uint{min(size, 4) * 8}").astype(jnp.uint32)
+
+
+def _mixed(x: Array) -> Array:
+    """Returns a bijection of each uint32 in which every bit depends on every bit (MurmurHash3's finalizer)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+# ---- files --------------------------------------------------------------------------------------------------------
+def file_checksum(path: Path, *, sync: bool = False) -> str:
+    """Returns the XXH3-128 of a file, 32 hexadecimal digits.
+
+    Args:
+      path: the file.
+      sync: first bring what was written to it to the disk.
+
+    Raises:
+      OSError: it cannot be read; it is a symbolic link.
+    """
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with open(path, "rb", buffering=0, opener=open_itself) as file:
+        if sync:
+            os.fsync(file.fileno())
+        while count := file.readinto(buffer):
+            hasher.update(buffer[:count])
+    return hasher.hexdigest()
+
+
+def open_itself(path: str, flags: int) -> int:
+    """Opens (for `open`) no symbolic link, and waits for no other end of a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def text_checksum(text: str) -> str:
+    """Returns the XXH3-128 of a text in UTF-8, 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(text.encode())
