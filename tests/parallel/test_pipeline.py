@@ -580,9 +580,8 @@ def test_a_device_holds_the_layers_of_its_own_stage_only(layout, pp, chunks, tp)
     mesh = mesh_of(step)
     # Every element of layer n is n + 1.
     numbers = lambda s: np.broadcast_to(np.arange(s.shape[0]).reshape(-1, *[1] * (len(s.shape) - 1)) + 1, s.shape)  # noqa: E731
-    canonical = partition.map_specs(
-        lambda s: numbers(partition.canonical(s, mesh.shape)).astype(np.float32), step.specs
-    )
+    in_order = lambda s: partition.canonical(s, mesh.shape) if s.stacked else s  # noqa: E731
+    canonical = partition.map_specs(lambda s: numbers(in_order(s)).astype(np.float32), step.specs)
     layers = placed(step, mesh, canonical)["layers"]
     stage_of = {device: stage for stage, part in enumerate(mesh.devices) for device in part.flat}
     rows = np.array(places).reshape(chunks, pp, -1)
