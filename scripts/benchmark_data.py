@@ -29,7 +29,7 @@ import numpy as np
 from jmegatron.config import load_config
 from jmegatron.data.blend import build_blend_index, normalised
 from jmegatron.data.gpt_dataset import GPTDataset
-from jmegatron.data.gpt_index import GPTIndex, build_gpt_index
+from jmegatron.data.gpt_index import GPTIndex, build_gpt_index, gpt_index_fits
 from jmegatron.data.index_cache import content_key, load_or_build
 from jmegatron.data.indexed_dataset import IndexedDataset, bin_path, idx_path, write_index
 from jmegatron.data.loader import GlobalBatchLoader

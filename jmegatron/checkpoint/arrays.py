@@ -18,6 +18,9 @@ from orbax.checkpoint import type_handlers
 CHUNK_BYTES = 16 << 20
 """Largest piece of an array on the disk: what another mesh reads in vain of a neighbour's part."""
 
+SHARED_BYTES = 1 << 20
+"""Smallest part of an array that the processes which all hold it share the writing of."""
+
 
 def start_writing(folder: Path, arrays: Mapping[str, jax.Array]) -> list[Any]:
     """Starts writing this process's shards into a folder; returns the futures of it.
@@ -54,7 +57,12 @@ def read_arrays(folder: Path, layout: Mapping[str, jax.ShapeDtypeStruct]) -> dic
 def _handler() -> Any:
     # Orbax logs each save in several lines; the training log says it in one.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    arrays = type_handlers.ArrayHandler(enable_write_sharding_file=False)
+    arrays = type_handlers.ArrayHandler(
+        enable_write_sharding_file=False,
+        # Copies on several processes share the writing; within one process that is only more pieces.
+        use_replica_parallel=jax.process_count() > 1,
+        min_slice_bytes_for_replica_parallel=SHARED_BYTES,
+    )
     # Random bits do not compress, and a second to try is a second lost.
     return ocp.PyTreeCheckpointHandler(
         use_compression=False,

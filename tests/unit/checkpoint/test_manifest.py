@@ -47,7 +47,7 @@ def write(step: Path, content: dict[str, Any]) -> None:
 def test_a_manifest_comes_back_as_it_was_written(step: Path) -> None:
     found = read_manifest(step)
     assert (found.meta, found.arrays, found.files) == (support.meta(), ARRAYS, FILES)
-    assert found.digest == xxhash.xxh3_128_hexdigest(dumps(content_of(step)))
+    assert found.digest == xxhash.xxh3_128_hexdigest(dumps(content_of(step)).encode())
 
 
 def test_names_of_any_script_and_a_config_of_several_lines_come_back(step: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from memory_store import MemoryStore, job_of
@@ -40,12 +41,13 @@ def test_one_process_has_no_deadline() -> None:
 
 
 # ---- several --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("seed", range(8))
-def test_processes_that_differ_in_speed_stop_after_the_same_step_which_none_has_passed(seed: int) -> None:
-    """Threads as processes, each at its own pace but at most two steps ahead of the slowest, as in a run."""
-    count, begun, stopped = 4, [0] * 4, [0] * 4
-    store, rng = MemoryStore(count), random.Random(seed)
-    asks, at, paces = rng.randrange(count), rng.randrange(1, 20), [rng.random() * 2e-3 for _ in range(count)]
+def as_processes(count: int, seed: int, train: Callable[[Job, int], bool]) -> list[int]:
+    """Threads as processes, each at its own pace but at most two steps ahead of the slowest, as in a run.
+
+    Each does train(job, step) at the end of its steps until that is true; returns the last step of each.
+    """
+    begun, store, rng = [0] * count, MemoryStore(count), random.Random(seed)
+    paces = [rng.random() * 2e-3 for _ in range(count)]
     done = threading.Event()
 
     def look(job: Job) -> None:
@@ -53,29 +55,81 @@ def test_processes_that_differ_in_speed_stop_after_the_same_step_which_none_has_
             job._look_at_others(store)
             time.sleep(rng.random() * 3e-3)
 
-    def train(job: Job) -> None:
-        job.train(0)
+    def run(job: Job) -> None:
         for step in range(1, 10_000):
             while step > min(begun) + 2:
                 time.sleep(1e-4)
             begun[job.index] = step
             time.sleep(paces[job.index])
-            if job.index == asks and step == at:
-                job.request_stop("SIGTERM")
-            if job.stops_after(step) == "SIGTERM":
-                stopped[job.index] = step
+            if train(job, step):
                 return
 
     jobs = [job_of(store, index) for index in range(count)]
-    threads = [threading.Thread(target=target, args=(job,), daemon=True) for job in jobs for target in (look, train)]
+    threads = [threading.Thread(target=target, args=(job,), daemon=True) for job in jobs for target in (look, run)]
     for thread in threads:
         thread.start()
     for thread in threads[1::2]:
         thread.join(timeout=30)
     done.set()
-    assert stopped == [stopped[0]] * count
-    assert begun == stopped  # nobody has begun another step
+    return begun
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_processes_that_differ_in_speed_stop_after_the_same_step_which_none_has_passed(seed: int) -> None:
+    rng = random.Random(seed)
+    asks, at, stopped = rng.randrange(4), rng.randrange(1, 20), [0] * 4
+
+    def train(job: Job, step: int) -> bool:
+        if step == 1:
+            job.train(0)
+        if job.index == asks and step == at:
+            job.request_stop("SIGTERM")
+        if job.stops_after(step) != "SIGTERM":
+            return False
+        stopped[job.index] = step
+        return True
+
+    assert as_processes(4, seed, train) == stopped  # nobody has begun another step
+    assert stopped == [stopped[0]] * 4
     assert at <= stopped[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_processes_save_after_the_same_steps_again_and_again_when_time_has_come(seed: int) -> None:
+    saved: list[list[int]] = [[], [], []]
+    seconds = 0.02
+    begin = time.monotonic()
+
+    def train(job: Job, step: int) -> bool:
+        if step == 1:
+            job.train(0, save_minutes=seconds / 60)
+        reason = job.stops_after(step)
+        if job.saves_after(step, saved=False):
+            saved[job.index].append(step)
+        if job.index == 0 and len(saved[0]) == 6:
+            job.request_stop("enough")
+        return reason is not None
+
+    last = as_processes(3, seed, train)
+    assert saved[0] == saved[1] == saved[2]
+    assert len(saved[0]) >= 6
+    assert time.monotonic() - begin >= 6 * seconds
+    assert last == [last[0]] * 3
+
+
+def test_one_process_saves_when_time_has_come_since_the_last_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    at = lambda seconds: monkeypatch.setattr(time, "monotonic", lambda: now + seconds)  # noqa: E731
+    job = Job()
+    at(0)
+    job.train(0, save_minutes=1.0)
+    for seconds, saved, expected in ((59, False, False), (61, False, True), (100, False, False), (119, True, False)):
+        at(seconds)
+        assert job.saves_after(1, saved) == expected
+    at(178)
+    assert not job.saves_after(2, False)
+    at(180)
+    assert job.saves_after(3, False)
 
 
 def test_two_requests_at_once_are_one_stop() -> None:
