@@ -48,6 +48,11 @@ class Run:
         """Training losses in order."""
         return [line["loss"] for line in self.metrics if "split" not in line]
 
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Lines of the metrics file that are of evaluations."""
+        return [line for line in self.metrics if "split" in line]
+
 
 def train(folder: Path, *options: str, devices: int = 4, defaults: list[str] = OPTIONS) -> Run:
     """Trains in this process, in `folder`'s name only for the metrics file."""
@@ -102,11 +107,14 @@ def saved_arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
         return dict(reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=arguments)))
 
 
-def write_corpus(prefix: Path, *, vocab: int = 61, documents: int = 40, length: int = 50, seed: int = 0) -> str:
-    """Writes a corpus of random tokens and returns its prefix."""
+def write_corpus(
+    prefix: Path, *, vocab: int = 61, documents: int = 40, length: int = 50, seed: int = 0, eod: int | None = None
+) -> str:
+    """Writes a corpus of random tokens, each document with `eod` at its end, and returns its prefix."""
     rng = np.random.default_rng(seed)
     with IndexedDatasetBuilder(prefix, np.uint16) as writer:
         for _ in range(documents):
-            writer.add_document(rng.integers(0, vocab, length))
+            tokens = rng.integers(0, vocab, length)
+            writer.add_document(tokens if eod is None else np.append(tokens[1:], eod))
         writer.finalize()
     return str(prefix)

@@ -13,7 +13,7 @@ sums, several ones miss with 2^-64. Files are hashed with XXH3-128 as they lie o
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from jaxtyping import Array
 
 _READ_BYTES = 4 << 20
 _FACTOR = 0x85EBCA77
-"""Odd. Elements less than 50000 apart in two dims, or 1000 in three, never have one position: its powers are that little
-related. (Multiples of one number would be: 3 steps along one dim as far as 1 along the next.)"""
+"""Odd. Elements less than 50000 apart in two dims, or 1000 in three, never have one position: its powers are that
+little related. (Multiples of one number would be: 3 steps along one dim as far as 1 along the next.)"""
 
 
 # ---- arrays -------------------------------------------------------------------------------------------------------
@@ -52,6 +52,54 @@ def _jitted_checksums(everywhere: jax.sharding.Sharding) -> Any:
     return jax.jit(_checksums, out_shardings=everywhere)
 
 
+def region_checksum(value: np.ndarray, start: Sequence[int]) -> tuple[int, int]:
+    """Returns the part of an array's checksum that a region of it makes, on the host; parts are added mod 2^32.
+
+    Args:
+      value: elements of the region.
+      start: index of its first one in the array, of as many dims as `value`.
+    """
+    words = _numpy_words(np.ascontiguousarray(value))
+    total = np.zeros(2, np.uint64)
+    rows = max(1, (1 << 22) // max(words[:1].size, 1)) if words.ndim else 1
+    for first in range(0, len(words) if words.ndim else 1, rows):
+        block = words[first : first + rows] if words.ndim else words
+        position = np.zeros(block.shape, np.uint32)
+        for dim, size in enumerate(block.shape):
+            offset = (start[dim] if dim < len(start) else 0) + (first if dim == 0 else 0)
+            index = (np.arange(size, dtype=np.uint64) + np.uint64(offset)).astype(np.uint32)
+            position += (index * np.uint32(_factor(dim))).reshape(-1, *[1] * (block.ndim - dim - 1))
+        position = _numpy_mixed(position)
+        one = _numpy_mixed(block ^ position)
+        two = _numpy_mixed(one ^ position)
+        total += np.array([lane.sum(dtype=np.uint64) for lane in (one, two)], np.uint64)
+    return int(total[0]) & 0xFFFFFFFF, int(total[1]) & 0xFFFFFFFF
+
+
+def checksum_text(parts: Iterable[tuple[int, int]]) -> str:
+    """Returns the checksum of the array that regions make, as `as_text` writes it."""
+    sums = [sum(lane) & 0xFFFFFFFF for lane in zip(*parts, strict=True)]
+    return f"{sums[0]:08x}{sums[1]:08x}"
+
+
+def _numpy_words(value: np.ndarray) -> np.ndarray:
+    if value.dtype == np.bool_:
+        return value.astype(np.uint32)
+    size = value.dtype.itemsize
+    bits = value.view(f"uint{min(size, 4) * 8}")
+    return (bits.reshape(*value.shape, 2) if size == 8 else bits.reshape(value.shape)).astype(np.uint32)
+
+
+def _numpy_mixed(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return np.asarray(x ^ (x >> np.uint32(16)), np.uint32)
+
+
+def _factor(dim: int) -> int:
+    return pow(_FACTOR, dim + 1, 1 << 32)
+
+
 def _checksums(values: list[Array]) -> Array:
     return jnp.stack([_checksum(value) for value in values])
 
@@ -60,8 +108,7 @@ def _checksum(value: Array) -> Array:
     bits = _words(value)
     position = jnp.zeros((), jnp.uint32)
     for dim in range(bits.ndim):
-        factor = jnp.uint32(pow(_FACTOR, dim + 1, 1 << 32))
-        position = position + factor * jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+        position = position + jnp.uint32(_factor(dim)) * jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
     position = _mixed(position)
     first = _mixed(bits ^ position)
     second = _mixed(first ^ position)

@@ -6,7 +6,6 @@ Communication: through the store, one short value a process and candidate; on th
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 

@@ -7,11 +7,12 @@
 """
 
 import contextlib
+import os
 import re
 import shutil
 from pathlib import Path
 
-from jmegatron.checkpoint.manifest import MANIFEST
+from jmegatron.checkpoint.manifest import MANIFEST, Manifest
 
 BUILDING = ".tmp"
 _REMOVING = ".removing"
@@ -37,6 +38,41 @@ def complete_steps(folder: Path) -> list[int]:
       OSError: the folder cannot be read.
     """
     return [step for step in all_steps(folder) if (folder / str(step) / MANIFEST).is_file()]
+
+
+def complete(building: Path, target: Path, manifest: Manifest) -> None:
+    """Writes the manifest of a step whose files are all on the disk, and gives the step its name: the commit.
+
+    What already has that name is set aside.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    for path, _, _ in os.walk(building):
+        _sync(Path(path))
+    write_synced(building / MANIFEST, manifest.to_text())
+    _sync(building)
+    if target.exists():
+        set_aside(target)
+    building.rename(target)
+    _sync(target.parent)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Writes a file, through to the disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Brings a folder's names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove(path: Path) -> None:

@@ -11,7 +11,6 @@ Megatron-LM training/checkpointing.py, core/dist_checkpointing/strategies/async_
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import shutil
 import threading
@@ -26,7 +25,6 @@ from jmegatron.checkpoint import steps
 from jmegatron.checkpoint.arrays import finish_writing, start_writing
 from jmegatron.checkpoint.checksums import array_checksums, as_text
 from jmegatron.checkpoint.manifest import (
-    MANIFEST,
     STATE,
     ArrayRecord,
     FileRecord,
@@ -105,6 +103,8 @@ class CheckpointWriter:
         building = self._folder / f"{step}{steps.BUILDING}"
         problem = self._peers.collect("save", _attempt(self._prepare, building) if self._peers.index == 0 else "")
         if problem:
+            if self._peers.index == 0:
+                shutil.rmtree(building, ignore_errors=True)
             self._outcomes.append(Outcome(step, problem, time.monotonic() - begin))
             return
         checksums = array_checksums(arrays)
@@ -175,7 +175,7 @@ class CheckpointWriter:
         if index:
             own = [path for path in list_files(building) if _writer_of(path) == index]
             content = {path: dataclasses.astuple(f) for path, f in checksums_of(building, own, sync=True).items()}
-            _write_synced(building / _part(index), json.dumps(content))
+            steps.write_synced(building / _part(index), json.dumps(content))
 
     def _commit(
         self,
@@ -195,14 +195,7 @@ class CheckpointWriter:
         files |= checksums_of(building, rest, sync=True)
         texts = dict(zip(sorted(records), as_text(checksums), strict=True))
         arrays = {name: dataclasses.replace(record, checksum=texts[name]) for name, record in records.items()}
-        _sync_folders(building)
-        _write_synced(building / MANIFEST, Manifest(meta, arrays, files).to_text())
-        _sync(building)
-        target = self._folder / str(step)
-        if target.exists():  # what lies there was not complete, or the run would not have come here
-            steps.set_aside(target)
-        building.rename(target)
-        _sync(self._folder)
+        steps.complete(building, self._folder / str(step), Manifest(meta, arrays, files))
 
     def _make_room(self) -> list[int]:
         removed: list[int] = []
@@ -234,24 +227,3 @@ def _writer_of(path: str) -> int:
 
 def _part(index: int) -> str:
     return f"files.{index}.json"
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Brings a folder's names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folders(folder: Path) -> None:
-    for path, _, _ in os.walk(folder):
-        _sync(Path(path))

@@ -162,10 +162,22 @@ def rewrite(step: Path, **changes: Any) -> None:
     (step / "manifest.json").write_text(manifest.to_text())
 
 
-def read(folder: Path) -> Any:
+def refusal(folder: Path, *names: str) -> str:
+    """Why step 8, whose files are as the manifest says, is not read: these of its arrays, default all on four devices.
+
+    Where the files are at fault one array on one device does: Orbax leaves other reads behind, whose errors nobody
+    asks for.
+    """
     checkpoint, passed = reader.find(str(folder))
     assert checkpoint is not None and (checkpoint.step, passed) == (8, [])
-    return checkpoint.read(support.layout(2, 2, support.values()))
+    whole = support.values()
+    wanted = support.layout(1, 1, {name: whole[name] for name in names}) if names else support.layout(2, 2, whole)
+    with pytest.raises(UsageError) as caught:
+        checkpoint.read(wanted)
+    said = str(caught.value)
+    assert "the checkpoint of step 8 cannot be restored into this run: " in said and "; fix: " in said
+    assert len(said) < 1000
+    return said
 
 
 @pytest.mark.parametrize("name", sorted(support.values()))
@@ -174,18 +186,16 @@ def test_an_array_that_comes_out_with_another_checksum_is_named(name: str, copy:
     text = arrays[name].checksum
     changed = dataclasses.replace(arrays[name], checksum=f"{int(text, 16) ^ 1:016x}")
     rewrite(copy / "8", arrays={**arrays, name: changed})
-    with pytest.raises(UsageError, match=rf"checkpoint of step 8 .*: {name} came out with another checksum .*; fix: "):
-        read(copy)
+    assert f": {name} came out with another checksum than what was saved" in refusal(copy)
 
 
 def test_another_steps_payload_whose_files_the_manifest_vouches_for_does_not_pass(copy: Path) -> None:
     shutil.rmtree(copy / "8" / "state")
     shutil.copytree(copy / "3" / "state", copy / "8" / "state")
     rewrite(copy / "8", files=checksums_of(copy / "8", list(list_files(copy / "8"))))
-    names = sorted(support.values())
-    differing = [n for n in names if support.bits_of(support.values(3)[n]) != support.bits_of(support.values(8)[n])]
-    with pytest.raises(UsageError, match=rf"{differing[0]} and {len(differing) - 1} more came out with another checksum"):
-        read(copy)
+    three, eight = support.values(3), support.values(8)
+    differing = [name for name in sorted(three) if support.bits_of(three[name]) != support.bits_of(eight[name])]
+    assert f": {differing[0]} and {len(differing) - 1} more came out with another checksum" in refusal(copy)
 
 
 def test_a_payload_that_cannot_be_read_though_its_files_are_as_the_manifest_says_is_refused(copy: Path) -> None:
@@ -193,9 +203,7 @@ def test_a_payload_that_cannot_be_read_though_its_files_are_as_the_manifest_says
     for path in (step / "state").glob("d/*"):
         path.write_bytes(b"nothing")
     rewrite(step, files=checksums_of(step, list(list_files(step))))
-    with pytest.raises(UsageError, match=r"checkpoint of step 8 cannot be restored into this run: .*; fix: ") as caught:
-        read(copy)
-    assert len(str(caught.value)) < 1000
+    refusal(copy, "parameters/kernel")
 
 
 @pytest.mark.parametrize(
@@ -205,5 +213,4 @@ def test_an_array_of_which_the_manifest_says_another_dtype_or_shape_is_refused(c
     arrays = read_manifest(copy / "8").arrays
     name = "parameters/kernel"
     rewrite(copy / "8", arrays={**arrays, name: dataclasses.replace(arrays[name], **change)})
-    with pytest.raises(UsageError, match=r"checkpoint of step 8 cannot be restored into this run: .*; fix: "):
-        read(copy)
+    refusal(copy, "parameters/kernel")

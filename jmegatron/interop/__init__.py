@@ -1,0 +1,1 @@
+"""Weights of other frameworks: Megatron-Core's checkpoints, Hugging Face's folders."""
