@@ -9,7 +9,6 @@ else.
 import logging
 import os
 import sys
-import traceback
 
 from jmegatron.config import Config, parse_or_exit
 from jmegatron.errors import TrainingError, UsageError
@@ -43,7 +42,7 @@ def main(argv: list[str], job: Job | None = None) -> int:
             raise
         # A collective that fails is most often the consequence of a process that died elsewhere; the stack tells where
         # this one waited for it.
-        traceback.print_exc()
+        job.print_error()
         job.await_cause(2.0 if type(error).__name__ == "JaxRuntimeError" else 0.0)
         status, text = 1, f"{type(error).__name__}: {error}{_lost_peer(error)}"
     print(f"train.py: {text}", file=sys.stderr, flush=True)

@@ -98,7 +98,8 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def assert_restores(folder: Path, step: int, rows: int = 1, columns: int = 1) -> None:
     """The newest whole step of the folder is this one, and holds what `save` wrote."""
     checkpoint, _ = reader.find(str(folder))
-    assert checkpoint is not None and checkpoint.step == step
+    assert checkpoint is not None
+    assert checkpoint.step == step
     assert_equal(checkpoint.read(layout(rows, columns, values())), values(step))
 
 

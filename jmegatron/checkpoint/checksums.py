@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 _READ_BYTES = 4 << 20
 _FACTOR = 0x85EBCA77
-"""Odd. Elements less than 50000 apart in two dims, or 1000 in three, never have one position: its powers are that
+"""Odd. Elements less than 40000 apart in two dims, or 900 in three, never have one position: its powers are that
 little related. (Multiples of one number would be: 3 steps along one dim as far as 1 along the next.)"""
 
 

@@ -139,9 +139,10 @@ class CheckpointWriter:
 
     # ---- the steps of a save ------------------------------------------------------------------------------------
     def _prepare(self, building: Path) -> None:
-        if building.exists():
-            shutil.rmtree(building)
-        (building / STATE).mkdir(parents=True)
+        # Of a save that failed, writes may have gone on that nobody waits for, and come after it had been removed.
+        steps.tidy(self._folder)
+        building.mkdir(parents=True)
+        (building / STATE).mkdir()
 
     def _finish(
         self,
@@ -213,9 +214,9 @@ def _attempt(action: Any, *arguments: Any) -> str:
     try:
         action(*arguments)
     except Exception as error:  # TensorStore and Orbax raise many types, also bare Exception
-        # TensorStore's messages go on with pages of its own settings.
-        text = re.sub(r"\s+", " ", str(error)).partition(" See full")[0][:400]
-        return f"{type(error).__name__}: {text}"
+        # TensorStore's messages go on with pages of its own settings. What the system said stands behind long paths.
+        text = re.split(r" See full| \[\w+='", re.sub(r"\s+", " ", str(error)))[0]
+        return f"{type(error).__name__}: {text if len(text) <= 500 else f'{text[:200]} ... {text[-300:]}'}"
     return ""
 
 

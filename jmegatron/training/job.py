@@ -136,6 +136,7 @@ class Job:
         self._longest: tuple[float, str] | None = None
         self._training = self._signalled = self._leaving = False
         self._turn = threading.Condition()
+        self._printing = threading.Lock()
         self._asked = 0
         self._stop, self._save = _Agreement("stop"), _Agreement("save")
         self._save_seconds: float | None = None
@@ -286,6 +287,11 @@ class Job:
         while time.monotonic() < end or self._leaving:
             time.sleep(0.05)
 
+    def print_error(self) -> None:
+        """Prints the traceback of the exception being handled, before what the thread may have to say."""
+        with self._printing:
+            traceback.print_exc()
+
     def fail(self, status: int, text: str) -> NoReturn:
         """Ends this process and the others after an error that has been printed.
 
@@ -353,6 +359,7 @@ class Job:
         if not failed or f"failed/{self.index}" in entries:
             return
         self._leaving = True
+        self._printing.acquire(timeout=LINGER_SECONDS)  # and never released: the cause is to be last
         frame = sys._current_frames().get(self._main or 0)
         self._print("where this process was:\n" + "".join(traceback.format_stack(frame)[-12:]).rstrip())
         self._print(f"ended by the failure of {failed[0]}")

@@ -315,7 +315,7 @@ def test_a_damaged_newest_step_of_another_folder_is_left_as_it_is(two_steps: Pat
 
 def test_a_damaged_step_that_is_asked_for_stops_the_run(two_steps: Path, tmp_path: Path) -> None:
     folder = damaged_copy(two_steps, tmp_path / "save", 4)
-    with pytest.raises(UsageError, match="step 4 cannot be restored into this run: state/.* is damaged"):
+    with pytest.raises(UsageError, match=r"step 4 cannot be restored into this run: state/.* is damaged"):
         train(tmp_path, *NO_DROPOUT, "--load", str(folder), "--ckpt-step", "4")
     assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
 

@@ -1,5 +1,6 @@
 """Checksums: of arrays the formula, on every mesh, and different after every change; of files those of XXH3-128."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ import numpy as np
 import pytest
 import xxhash
 
-from jmegatron.checkpoint.checksums import array_checksums, as_text, file_checksum, text_checksum
+from jmegatron.checkpoint.checksums import (
+    array_checksums,
+    as_text,
+    checksum_text,
+    file_checksum,
+    region_checksum,
+    text_checksum,
+)
 
 FACTORS = (0x85EBCA77, 0xFC9A0351, 0x129074A7, 0x757EFFA1)
 """The odd number of each dim. Recorded: others would make every checkpoint that was ever written a damaged one."""
@@ -55,8 +63,29 @@ def test_an_arrays_checksum_is_the_formula_on_every_mesh_and_dtype(rows: int, co
         "empty": np.zeros((4, 0), np.float32),
         "four dims": np.arange(16, dtype=np.float32).reshape(2, 2, 2, 2),
     }
-    placed = {name: jax.device_put(values[name], a.sharding) for name, a in support.layout(rows, columns, values).items()}
+    placed = {
+        name: jax.device_put(values[name], a.sharding) for name, a in support.layout(rows, columns, values).items()
+    }
     assert checksums(placed) == {name: formula(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("name", [*support.values(), "64 bits"])
+def test_the_regions_of_an_array_add_up_to_the_formula_on_the_host_wherever_it_is_cut(name: str) -> None:
+    value = {**support.values(), "64 bits": np.random.default_rng(3).normal(size=(6, 5))}[name]
+    parts = []
+    cuts = [sorted({0, size // 3, size // 2, size}) for size in value.shape]
+    for corner in itertools.product(*[itertools.pairwise(at) for at in cuts]):
+        region = np.asarray(value[tuple(slice(begin, end) for begin, end in corner)])
+        parts.append(region_checksum(region, [begin for begin, _ in corner]))
+    assert checksum_text(parts) == formula(value)
+
+
+def test_a_region_of_many_megabytes_has_the_checksum_of_its_rows() -> None:
+    """It is gone through in blocks."""
+    value = np.arange(9 << 19, dtype=np.int32).reshape(9, -1)
+    rows = [region_checksum(value[row : row + 1], [row + 7, 5]) for row in range(9)]
+    assert checksum_text([region_checksum(value, [7, 5])]) == checksum_text(rows)
+    assert checksum_text([region_checksum(value, [0, 0])]) == formula(value)
 
 
 def test_elements_of_64_bits_count_as_two(checksum: Any) -> None:
@@ -78,7 +107,8 @@ def test_200_random_flipped_bits_all_change_the_checksum_and_both_its_halves(che
         bits = value.copy().view(np.uint32)
         bits.reshape(-1)[random.integers(value.size)] ^= np.uint32(1 << random.integers(32))
         after = checksum(bits.view(np.float32))
-        assert after[:8] != before[:8] and after[8:] != before[8:]
+        assert after[:8] != before[:8]
+        assert after[8:] != before[8:]
 
 
 def test_two_elements_or_rows_that_change_places_change_the_checksum(checksum: Any) -> None:

@@ -40,7 +40,8 @@ def problem(folder: Path) -> str:
     """Why step 8 is passed over; it must be, and step 3 taken."""
     said: list[str] = []
     checkpoint, passed = reader.find(str(folder), say=said.append)
-    assert checkpoint is not None and (checkpoint.step, passed) == (3, [8])
+    assert checkpoint is not None
+    assert (checkpoint.step, passed) == (3, [8])
     (line,) = said
     return line.partition("step 8 cannot be used and is passed over: ")[2]
 
@@ -55,7 +56,8 @@ def test_200_random_flipped_bits_each_in_some_file_are_detected_and_the_file_is_
     """Half of them evenly over the files (the manifest is one), half evenly over the bytes."""
     step = saved / "8"
     paths = support.files(step)
-    assert len(paths) >= 8 and step / "manifest.json" in paths
+    assert len(paths) >= 8
+    assert step / "manifest.json" in paths
     sizes = np.array([path.stat().st_size for path in paths])
     random = np.random.default_rng(0)
     hit = set()
@@ -122,7 +124,7 @@ def test_a_link_in_place_of_any_file_is_refused_though_its_content_is_the_same(c
         path.unlink()
         aside.rename(path)
         name = path.relative_to(step).as_posix()
-        assert said == f"{name} is not a plain file" or name == "manifest.json" and "cannot be read" in said
+        assert said == f"{name} is not a plain file" or (name == "manifest.json" and "cannot be read" in said)
     support.assert_restores(copy, 8)
 
 
@@ -169,13 +171,15 @@ def refusal(folder: Path, *names: str) -> str:
     asks for.
     """
     checkpoint, passed = reader.find(str(folder))
-    assert checkpoint is not None and (checkpoint.step, passed) == (8, [])
+    assert checkpoint is not None
+    assert (checkpoint.step, passed) == (8, [])
     whole = support.values()
     wanted = support.layout(1, 1, {name: whole[name] for name in names}) if names else support.layout(2, 2, whole)
     with pytest.raises(UsageError) as caught:
         checkpoint.read(wanted)
     said = str(caught.value)
-    assert "the checkpoint of step 8 cannot be restored into this run: " in said and "; fix: " in said
+    assert "the checkpoint of step 8 cannot be restored into this run: " in said
+    assert "; fix: " in said
     assert len(said) < 1000
     return said
 

@@ -122,7 +122,8 @@ def test_process_0_may_share_often_before_another_one_reads() -> None:
 
 def test_without_process_0_sharing_ends_after_the_limit_and_says_so() -> None:
     found = together(2, lambda peers: peers.share("steps", 1) if peers.index else None, seconds=0.2)
-    assert isinstance(found[1], TimeoutError) and "steps: process 0 has not come within 0 s" in str(found[1])
+    assert isinstance(found[1], TimeoutError)
+    assert "steps: process 0 has not come within 0 s" in str(found[1])
 
 
 @pytest.mark.parametrize(("count", "store"), [(2, None), (1, MemoryStore(1))])
@@ -161,7 +162,8 @@ def test_every_damaged_file_is_seen_by_all_whichever_process_reads_it(tmp_path: 
         path.write_bytes(content)
         assert found == [found[0]] * 4
         step, passed, (line,) = found[0]
-        assert (step, passed) == (3, [8]) and path.relative_to(tmp_path / "8").as_posix() in line
+        assert (step, passed) == (3, [8])
+        assert path.relative_to(tmp_path / "8").as_posix() in line
         readers.add(line.partition("passed over: ")[2][:9])
     assert len(readers) == 4
     assert together(4, run) == [(8, [], [])] * 4

@@ -1,4 +1,4 @@
-"""CheckpointWriter and the reader: what goes in comes out, on any sharding, whatever happens meanwhile; which step counts."""
+"""CheckpointWriter and the reader: what goes in comes out, on any sharding, whatever happens; which step counts."""
 
 import os
 import shutil
@@ -148,13 +148,16 @@ def test_save_returns_before_the_step_is_there_in_the_background_and_after_it_ot
     monkeypatch.setattr(writer, "finish_writing", held)
     save = CheckpointWriter(str(tmp_path))
     save.save(3, support.arrays(), support.meta())
-    assert save.outcomes() == [] and support.names(tmp_path) == ["3.tmp"]
+    assert save.outcomes() == []
+    assert support.names(tmp_path) == ["3.tmp"]
     go_on.set()
     save.wait()
-    assert [o.step for o in save.outcomes()] == [3] and support.names(tmp_path) == ["3"]
+    assert [o.step for o in save.outcomes()] == [3]
+    assert support.names(tmp_path) == ["3"]
     save = CheckpointWriter(str(tmp_path), in_background=False)
     save.save(4, support.arrays(), support.meta(4))
-    assert [o.step for o in save.outcomes()] == [4] and support.names(tmp_path) == ["3", "4"]
+    assert [o.step for o in save.outcomes()] == [4]
+    assert support.names(tmp_path) == ["3", "4"]
 
 
 def test_a_save_waits_for_the_one_before_and_each_outcome_is_told_once(tmp_path: Path) -> None:
@@ -312,7 +315,8 @@ def test_killed_before_any_change_of_the_folder_a_save_leaves_the_old_step_or_th
         assert set(support.names(folder)) <= {"5", "8", "8.damaged"}
         support.assert_restores(folder, checkpoint.step)
         shutil.rmtree(folder)
-    assert left == {5, 8} and kill_at > 20
+    assert left == {5, 8}
+    assert kill_at > 20
 
 
 # ---- which step counts --------------------------------------------------------------------------------------------
@@ -327,7 +331,8 @@ def test_what_is_not_called_as_a_run_calls_it_is_no_step(tmp_path: Path) -> None
         shutil.copytree(tmp_path / "3", tmp_path / name)
     assert steps.all_steps(tmp_path) == [3]
     checkpoint, passed = reader.find(str(tmp_path))
-    assert checkpoint is not None and (checkpoint.step, passed) == (3, [])
+    assert checkpoint is not None
+    assert (checkpoint.step, passed) == (3, [])
 
 
 def test_what_is_called_like_a_step_and_is_none_is_passed_over_and_said(tmp_path: Path) -> None:
@@ -339,7 +344,8 @@ def test_what_is_called_like_a_step_and_is_none_is_passed_over_and_said(tmp_path
     (tmp_path / "16").symlink_to("nowhere")
     said: list[str] = []
     checkpoint, passed = reader.find(str(tmp_path), say=said.append)
-    assert checkpoint is not None and checkpoint.step == 3
+    assert checkpoint is not None
+    assert checkpoint.step == 3
     assert passed == [16, 15, 14, 13, 12]
     reasons = [
         "it is a symbolic link",
@@ -358,7 +364,8 @@ def test_damaged_steps_are_passed_over_and_step_and_file_are_said(tmp_path: Path
     eight.unlink()
     said: list[str] = []
     checkpoint, passed = reader.find(str(tmp_path), say=said.append)
-    assert checkpoint is not None and (checkpoint.step, passed) == (3, [8, 5])
+    assert checkpoint is not None
+    assert (checkpoint.step, passed) == (3, [8, 5])
     assert [line.partition(": step ")[2] for line in said] == [
         f"8 cannot be used and is passed over: {eight.relative_to(tmp_path / '8').as_posix()} is missing",
         f"5 cannot be used and is passed over: {five} is damaged: its checksum does not fit",
@@ -370,7 +377,8 @@ def test_a_whole_step_is_taken_without_a_word(tmp_path: Path) -> None:
     damage(tmp_path / "3")
     said: list[str] = []
     checkpoint, passed = reader.find(str(tmp_path), say=said.append)
-    assert checkpoint is not None and (checkpoint.step, passed, said) == (5, [], [])
+    assert checkpoint is not None
+    assert (checkpoint.step, passed, said) == (5, [], [])
 
 
 def test_where_no_step_is_whole_it_stops_and_names_each(tmp_path: Path) -> None:
@@ -381,13 +389,15 @@ def test_where_no_step_is_whole_it_stops_and_names_each(tmp_path: Path) -> None:
         reader.find(str(tmp_path))
     said = str(caught.value)
     assert "step 4: it is not complete: no manifest.json" in said
-    assert f"step 3: {path} is damaged" in said and "; fix: " in said
+    assert f"step 3: {path} is damaged" in said
+    assert "; fix: " in said
 
 
 def test_a_step_that_is_asked_for_is_that_one_or_none(tmp_path: Path) -> None:
     support.save(tmp_path, 3, 5, 8)
     checkpoint, passed = reader.find(str(tmp_path), step=3)
-    assert checkpoint is not None and (checkpoint.step, passed) == (3, [])
+    assert checkpoint is not None
+    assert (checkpoint.step, passed) == (3, [])
     with pytest.raises(UsageError, match=r"--ckpt-step 4: no such step in --load .*; it holds 3, 5, 8; fix: "):
         reader.find(str(tmp_path), step=4)
     path = damage(tmp_path / "5")
@@ -426,7 +436,7 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     try:
         if as_root:  # who may read everything
             os.seteuid(65534)
-        with pytest.raises(UsageError, match="cannot be read: .*Permission denied.*; fix: check its permissions"):
+        with pytest.raises(UsageError, match=r"cannot be read: .*Permission denied.*; fix: check its permissions"):
             reader.find(str(tmp_path))
     finally:
         if as_root:
@@ -442,7 +452,11 @@ def test_a_path_that_no_file_system_takes_is_refused() -> None:
 # ---- does it fit --------------------------------------------------------------------------------------------------
 def test_arrays_that_are_missing_too_many_or_of_another_shape_are_named() -> None:
     place = support.sharding(1, 1)
-    records = {"a": ArrayRecord("float32", (4, 8), ""), "b": ArrayRecord("int32", (), ""), "c": ArrayRecord("f", (2,), "")}
+    records = {
+        "a": ArrayRecord("float32", (4, 8), ""),
+        "b": ArrayRecord("int32", (), ""),
+        "c": ArrayRecord("f", (2,), ""),
+    }
     layout = {
         "a": jax.ShapeDtypeStruct((4, 16), np.float32, sharding=place),
         "c": jax.ShapeDtypeStruct((2,), np.int8, sharding=place),
@@ -453,4 +467,5 @@ def test_arrays_that_are_missing_too_many_or_of_another_shape_are_named() -> Non
         "b [] is not part of this run",
         "d is missing, expected [3]",
     ]
-    assert reader.differences(records, {}) != [] and reader.differences({}, {}) == []
+    assert reader.differences(records, {}) != []
+    assert reader.differences({}, {}) == []
