@@ -158,14 +158,15 @@ class CheckpointWriter:
         removed: list[int] = []
         problem = problem or _attempt(self._write_own, building, futures)
         problem = self._peers.collect("written", problem)
-        if self._peers.index == 0:
-            if not problem:
+        if not problem:
+            if self._peers.index == 0:
                 problem = _attempt(self._commit, step, building, checksums, records, meta)
+            problem = self._peers.collect("committed", problem)
+        if self._peers.index == 0:
             if problem:
                 shutil.rmtree(building, ignore_errors=True)
             else:
                 removed = self._make_room()
-        problem = self._peers.collect("committed", problem)
         self._outcomes.append(Outcome(step, problem, time.monotonic() - begin, tuple(removed)))
 
     def _write_own(self, building: Path, futures: list[Any]) -> None:

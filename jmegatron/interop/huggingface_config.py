@@ -16,7 +16,6 @@ from typing import Any
 
 from jmegatron.config import Config, ModelConfig, attention_window
 from jmegatron.config.options import problem
-from jmegatron.errors import ConfigError
 from jmegatron.interop.safetensors_folder import DType, read_json
 
 Options = dict[str, Any]
@@ -65,21 +64,19 @@ _NEUTRAL: dict[str, Any] = {
 }
 """Fields that change the computation, and their one value that is done here (where a family does not map them)."""
 
-_HARMLESS = frozenset(
-    """
-    torch_dtype dtype transformers_version transformers.js_config tokenizer_class name_or_path is_llama_config
-    unsloth_version unsloth_fixed use_cache use_bfloat16 torchscript tf_legacy_loss return_dict output_attentions
-    output_hidden_states output_past chunk_size_feed_forward tie_last_hidden_states is_decoder
-    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id decoder_start_token_id prefix
-    id2label label2id num_labels problem_type finetuning_task task_specific_params n_special predict_special_tokens
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
-    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences return_dict_in_generate output_scores
-    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
-    begin_suppress_tokens
-    """.split()
-)
+_HARMLESS_NAMES = """
+model_type architectures transformers_version transformers.js_config tokenizer_class torch_dtype dtype name_or_path
+is_llama_config unsloth_version unsloth_fixed use_cache use_bfloat16 torchscript tf_legacy_loss return_dict
+output_attentions output_hidden_states output_past chunk_size_feed_forward tie_last_hidden_states is_decoder
+bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id prefix decoder_start_token_id
+forced_bos_token_id forced_eos_token_id id2label label2id num_labels problem_type finetuning_task
+task_specific_params n_special predict_special_tokens summary_activation summary_first_dropout
+summary_proj_to_labels summary_type summary_use_proj max_length min_length max_new_tokens do_sample early_stopping
+num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences return_dict_in_generate
+output_scores remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+"""
+_HARMLESS = frozenset(_HARMLESS_NAMES.split())
 """Fields about files, token ids, generation or other heads. So are those that begin with _."""
 
 _REASONS = {
@@ -109,6 +106,10 @@ class _Fields:
         """Returns a value whatever it is; None where there is none."""
         self._known.add(field)
         return self._values.get(field)
+
+    def is_null(self, field: str) -> bool:
+        """Returns whether a field is there and null."""
+        return field in self._values and self._values[field] is None
 
     def count(self, field: str, default: Any = _NEEDED, null: Any = _NEEDED) -> Any:
         """Returns a positive integer. `default` is for a missing field, `null` for one that is null."""
@@ -190,8 +191,21 @@ def options_of(original: Mapping[str, Any], where: str = "config.json") -> Optio
       ConfigError: the architecture is unknown, or fields say what is not done here; all of them are named.
     """
     family = _family_of(original, where)
+    options, problems = _parsed(original, family)
+    if problems:
+        raise problem(
+            "The config.json describes a model that cannot be built here.",
+            where=where,
+            got="; ".join(problems),
+            expected=f"a model of {family.name} without these",
+            fix="take another model; if a field that is named does not change the computation, remove it from the file",
+        )
+    return options
+
+
+def _parsed(original: Mapping[str, Any], family: "_Family") -> tuple[Options, list[str]]:
+    """Returns the options, and what is wrong with the fields."""
     fields = _Fields(original)
-    fields.raw("model_type"), fields.raw("architectures")
     options = {**_DEFAULTS, **family.read(fields)}
     heads, groups = options["num_attention_heads"], options["num_query_groups"]
     if heads % groups:
@@ -200,15 +214,7 @@ def options_of(original: Mapping[str, Any], where: str = "config.json") -> Optio
         fields.refuse("head_dim", f"{options['kv_channels']}, expected an even number")
     options["group_query_attention"] = heads != groups
     fields.check_the_rest()
-    if fields.problems:
-        raise problem(
-            "The config.json describes a model that cannot be built here.",
-            where=where,
-            got="; ".join(fields.problems),
-            expected=f"a model of {family.name} without these",
-            fix="take another model; if a field that is named does not change the computation, remove it from the file",
-        )
-    return options
+    return options, fields.problems
 
 
 def stored_dtype(original: Mapping[str, Any]) -> DType:
@@ -328,7 +334,7 @@ def _read_llama(fields: _Fields) -> Options:
 
 
 def _read_mistral(fields: _Fields) -> Options:
-    window = fields.count("sliding_window", 4096, 0) if fields.raw("sliding_window") is not None else None
+    window = None if fields.is_null("sliding_window") else fields.count("sliding_window", 4096)
     return _read_common(fields, "needed") | {"window_size": _checked_layer_types(fields, window)}
 
 
@@ -367,8 +373,9 @@ def _read_common(fields: _Fields, groups: str = "heads", head_dim: int | None = 
 
 def _qwen_window(fields: _Fields) -> Options:
     layers, used = fields.raw("num_hidden_layers"), fields.flag("use_sliding_window", False)
-    window, first = fields.raw("sliding_window"), fields.raw("max_window_layers")
-    if not used or (window is None and "sliding_window" in fields._values):
+    first = fields.raw("max_window_layers")
+    if not used or fields.is_null("sliding_window"):
+        fields.raw("sliding_window")
         return {"window_size": _checked_layer_types(fields, None)}
     window = fields.count("sliding_window", 4096)
     if fields.raw("layer_types") is not None:
@@ -413,7 +420,7 @@ def _read_rope(fields: _Fields) -> Options:
             return 1.0
         return float(value)
 
-    def only(key: str, expected: float, default: Any = None) -> None:
+    def only(key: str, expected: int | float, default: Any = None) -> None:
         value = rope.pop(key, default)
         if type(value) not in (int, float) or value != expected:
             fields.refuse(f"{field}.{key}", f"{_short(value)}, only {expected} is done here")
@@ -422,8 +429,8 @@ def _read_rope(fields: _Fields) -> Options:
     if outer_base is not None and outer_base != base:
         fields.refuse("rope_theta", f"{_short(outer_base)}, but {base} in {field}")
     only("partial_rotary_factor", 1.0, 1.0)
-    types = {rope.pop(key) for key in ("rope_type", "type") if isinstance(rope.get(key), str)} or {"default"}
-    kind = types.pop()
+    kinds = {rope.pop(key) for key in ("rope_type", "type") if isinstance(rope.get(key), str)} or {"default"}
+    kind = kinds.pop() if len(kinds) == 1 else " and ".join(sorted(kinds))
     options: Options = {"rotary_base": base}
     if kind == "linear":
         factor = number("factor", least=1.0)
@@ -433,7 +440,7 @@ def _read_rope(fields: _Fields) -> Options:
         only("low_freq_factor", 1.0)
         only("high_freq_factor", 4.0)
         only("original_max_position_embeddings", 8192, fields.raw("max_position_embeddings"))
-    if kind not in ("default", "linear", "llama3") or types:
+    if kind not in ("default", "linear", "llama3"):
         fields.refuse(f"{field}.rope_type", f"{_short(kind)}, expected default, linear or llama3")
     else:
         for key, value in rope.items():
@@ -607,9 +614,7 @@ def _dtype_name(dtype: DType) -> str:
 
 def _differences(options: Options, fields: Mapping[str, Any]) -> list[str]:
     """Returns the options that the fields do not say as they are."""
-    try:
-        said = options_of(fields)
-    except ConfigError:
-        # What a family cannot say at all, such as an activation of another kind, is read back by no one.
-        said = {}
-    return [name for name in options if name not in _TRAINING_OPTIONS and said.get(name) != options[name]]
+    said, problems = _parsed(fields, _FAMILIES[fields["model_type"]])
+    differing = [name for name in options if name not in _TRAINING_OPTIONS and said.get(name) != options[name]]
+    assert differing or not problems, problems
+    return differing

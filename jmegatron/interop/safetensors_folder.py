@@ -314,7 +314,7 @@ class SafetensorsWriter:
             raise UsageError(
                 f"{self.path}: is already there, expected a folder that is not; fix: give another one, or remove it"
             )
-        headers = {shard.file: shard.header.decode() for shard in self._shards}
+        headers = {shard.file: shard.header[8:].decode() for shard in self._shards}
         try:
             self._resume(json.dumps({"source": source, "headers": headers}))
         except OSError as error:
@@ -492,5 +492,7 @@ def _shard(file: str, shapes: Mapping[str, tuple[int, ...]], dtype: DType) -> _S
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned when the file is mapped
     start = 8 + len(text)
-    records = {n: TensorRecord(file, dtype, shapes[n], start + begin, start + end) for n, (begin, end) in places.items()}
+    records = {
+        n: TensorRecord(file, dtype, shapes[n], start + begin, start + end) for n, (begin, end) in places.items()
+    }
     return _Shard(file, len(text).to_bytes(8, "little") + text, start + place, records)

@@ -356,6 +356,10 @@ def make_train_step(
         master = state.master if mixed else own_parts(state.parameters)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, master)
         master = optax.apply_updates(master, updates)
+        if mixed:
+            # XLA may compute an update once for what is stored and once more, rounded otherwise, for what is cast: the
+            # barrier makes the parameters those that a restart casts from the stored ones.
+            master = jax.lax.optimization_barrier(master)
         new_state = TrainState(
             step=state.step + 1,
             parameters=gather(jax.tree.map(lambda p: p.astype(settings.compute_dtype), master)),

@@ -2,7 +2,8 @@
 
 After that step, that process: raise (an exception), kill (itself, as the system does when memory is short; kill-once:
 in this folder), hang (for ever), term (gets a SIGTERM), slow (from then on, 0.2 s of its own a step). other-data: it
-finds another corpus than the others.
+finds another corpus than the others. In the save after that step: no-space (its files cannot be written), kill-in-save
+(killed when they are written and the checkpoint is not yet whole).
 """
 
 import os
@@ -23,6 +24,23 @@ if kind == "other-data" and sys.argv[-1] == str(process):  # --process-id is las
     import jmegatron.training.agreement
 
     jmegatron.training.agreement._sample_fact = lambda source: "40, first and last with checksum 0badf00d"
+
+
+if kind in ("no-space", "kill-in-save"):
+    from jmegatron.checkpoint.writer import CheckpointWriter
+
+    write_own = CheckpointWriter._write_own
+
+    def faulty_write(writer: CheckpointWriter, building: Path, futures: list) -> None:
+        if (writer._peers.index, building.name) != (process, f"{step}.tmp"):
+            return write_own(writer, building, futures)
+        if kind == "no-space":
+            raise OSError(28, "No space left on device")
+        write_own(writer, building, futures)
+        print(f"fault {kind} at {time.time():.2f}", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    CheckpointWriter._write_own = faulty_write  # type: ignore[method-assign]
 
 
 def with_fault(job: Job, now: int) -> str | None:

@@ -4,9 +4,11 @@ import re
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
-from multiprocess_support import MOCK, fault_time, launch, run_alone, steps_saved
-from training_runs import read_metrics
+from multiprocess_support import MOCK, TINY, fault_time, launch, run_alone, steps_saved
+from tolerances import LOSS_RELATIVE
+from training_runs import read_metrics, train
 
 ENDLESS = (*MOCK, "--train-iters", "100000")
 
@@ -51,6 +53,38 @@ def test_an_uncaught_exception_ends_both_within_ten_seconds_with_its_text_last(p
     for end in ended:
         assert end.last_error.endswith("RuntimeError: the fault of the test")
     assert f"ended by the failure of process {process} (" in ended[1 - process].last_error
+
+
+# ---- saves ----------------------------------------------------------------------------------------------------------
+def test_a_save_that_fails_in_one_process_is_none_for_all_and_training_goes_on(tmp_path: Path) -> None:
+    save = ("--save", str(tmp_path / "save"), "--save-interval", "2", "--train-iters", "6")
+    ended = run_alone(tmp_path, 2, *MOCK, *save, fault="1 4 no-space")
+    assert [end.status for end in ended] == [0, 0], ended[0].err[-3000:]
+    assert steps_saved(tmp_path / "save") == [2, 6]
+    assert sorted(path.name for path in (tmp_path / "save").iterdir()) == ["2", "6"]
+    said = "WARNING: --save .*: the checkpoint of iteration 4 could not be written: process 1: OSError: .*No space left"
+    assert re.search(said, ended[0].out)
+
+
+@pytest.mark.slow
+def test_four_processes_one_killed_inside_a_save_go_on_as_two(tmp_path: Path) -> None:
+    save = str(tmp_path / "save")
+    options = (*MOCK, "--save", save, "--load", save, "--save-interval", "2", "--train-iters", "8")
+    ended = run_alone(tmp_path, 4, *options, fault="2 4 kill-in-save")
+    at = fault_time(ended[2].out)
+    assert ended[2].status == -signal.SIGKILL
+    for index in (0, 1, 3):
+        assert ended[index].status not in (0, -signal.SIGKILL)
+        assert ended[index].at - at < 60
+        assert re.search("another task died|another process was killed or died", ended[index].err)
+    assert steps_saved(tmp_path / "save") == [2]
+    metrics = tmp_path / "metrics.jsonl"
+    resumed = launch(tmp_path, 2, *options, "--metrics-file", str(metrics), devices=2)
+    assert resumed.status == 0, resumed.err[-3000:]
+    assert f"resumed from {save}, step 2," in resumed.out
+    whole = train(tmp_path, *MOCK, "--train-iters", "8", devices=4, defaults=TINY)
+    losses = [line["loss"] for line in read_metrics(metrics)]
+    np.testing.assert_allclose(losses, whole.losses[2:], rtol=LOSS_RELATIVE)
 
 
 # ---- processes that differ ------------------------------------------------------------------------------------------
