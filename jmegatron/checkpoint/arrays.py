@@ -5,7 +5,9 @@ is believed are decided here (see README.md).
 """
 
 import asyncio
+import functools
 import logging
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,8 @@ def start_writing(folder: Path, arrays: Mapping[str, jax.Array]) -> list[Any]:
     """
     save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
     args = ocp.args.PyTreeSave(dict(arrays), save_args=save_args)
-    return asyncio.run(_handler().async_save(epath.Path(folder), args=args)) or []
+    writing = _handler().async_save(epath.Path(folder), args=args)
+    return asyncio.run_coroutine_threadsafe(writing, _loop()).result() or []
 
 
 def finish_writing(folder: Path) -> None:
@@ -54,9 +57,19 @@ def read_arrays(folder: Path, layout: Mapping[str, jax.ShapeDtypeStruct]) -> dic
     return dict(_handler().restore(epath.Path(folder), args=args))
 
 
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Returns an event loop that runs as long as the process: writes that fail call back long after the call."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="checkpoint-loop", daemon=True).start()
+    return loop
+
+
 def _handler() -> Any:
-    # Orbax logs each save in several lines; the training log says it in one.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax logs each save in several lines, and each failure in pages, some at the end of the process; the training log
+    # says it in one.
+    for name in ("absl", "asyncio", "concurrent.futures"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     arrays = type_handlers.ArrayHandler(
         enable_write_sharding_file=False,
         # Copies on several processes share the writing; within one process that is only more pieces.

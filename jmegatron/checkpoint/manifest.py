@@ -104,9 +104,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _checked(content: dict[str, Any], text: str, folder: str) -> Manifest:
     version = content.get("format")
     if type(version) is not int or version != FORMAT:
-        raise Damaged(
-            f"{MANIFEST} has format {version!r:.50}, expected {FORMAT}; fix: read it with a version that knows it"
-        )
+        raise Damaged(f"{MANIFEST} has format {version!r:.50}, expected {FORMAT}: another version wrote it")
     digest = content.pop("digest", None)
     if digest != text_checksum(_dumps(content)) or text != _dumps({**content, "digest": digest}):
         raise Damaged(f"{MANIFEST} is damaged: its digest does not fit")

@@ -12,7 +12,7 @@ import jax
 from jmegatron.checkpoint import steps
 from jmegatron.checkpoint.arrays import read_arrays
 from jmegatron.checkpoint.checksums import array_checksums, as_text
-from jmegatron.checkpoint.manifest import STATE, ArrayRecord, Damaged, Manifest, check_files, read_manifest
+from jmegatron.checkpoint.manifest import MANIFEST, STATE, ArrayRecord, Damaged, Manifest, check_files, read_manifest
 from jmegatron.checkpoint.peers import Peers
 from jmegatron.errors import UsageError
 
@@ -95,13 +95,19 @@ def find(
     try:
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"--{option} {path}: is a file, expected a folder; fix: give the folder of checkpoints")
+        if (folder / MANIFEST).is_file():
+            raise UsageError(
+                f"--{option} {path}: is a step, expected the folder that holds it; fix: --{option} {Path(path).parent}"
+                f" --ckpt-step {folder.name}"
+            )
         there = steps.all_steps(folder)
     except OSError as error:
         raise UsageError(f"--{option} {path}: cannot be read: {error}; fix: check its permissions") from error
     there = list(map(int, peers.share("steps", there)))  # type: ignore[call-overload]
     if step is not None and step not in there:
         known = f"it holds {', '.join(map(str, there[-8:]))}" if there else "it holds none"
-        raise UsageError(f"--ckpt-step {step}: no such step in --{option} {path}; {known}; fix: give one of these")
+        fix = "give one of these" if there else "check the path"
+        raise UsageError(f"--ckpt-step {step}: no such step in --{option} {path}; {known}; fix: {fix}")
     passed: dict[int, str] = {}
     for candidate in [step] if step is not None else there[::-1]:
         manifest, problem = _check(folder / str(candidate), peers)

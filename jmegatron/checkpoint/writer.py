@@ -10,7 +10,9 @@ Megatron-LM training/checkpointing.py, core/dist_checkpointing/strategies/async_
 
 import contextlib
 import dataclasses
+import errno
 import json
+import os
 import re
 import shutil
 import threading
@@ -217,6 +219,8 @@ def _attempt(action: Any, *arguments: Any) -> str:
     except Exception as error:  # TensorStore and Orbax raise many types, also bare Exception
         # TensorStore's messages go on with pages of its own settings. What the system said stands behind long paths.
         text = re.split(r" See full| \[\w+='", re.sub(r"\s+", " ", str(error)))[0]
+        reasons = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG))
+        text = next((f"{reason}: {text}" for reason in reasons if reason in text[40:]), text)
         return f"{type(error).__name__}: {text if len(text) <= 500 else f'{text[:200]} ... {text[-300:]}'}"
     return ""
 

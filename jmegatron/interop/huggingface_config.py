@@ -27,6 +27,9 @@ _TRAINING_OPTIONS = ("hidden_dropout", "attention_dropout", "init_method_std")
 
 _DTYPES: dict[str, DType] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
+_MOST_LAYERS = 10_000
+"""Far beyond any model: a file that says more would only fill the memory with names."""
+
 _PLAIN = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -39,8 +42,8 @@ _GATED = {
     "silu": "swiglu",
     "swish": "swiglu",
     "gelu": "geglu_erf",
-    "gelu_new": "geglu",
     "gelu_pytorch_tanh": "geglu",
+    "gelu_new": "geglu",
     "gelu_fast": "geglu",
 }
 """Their name of the activation -> ours; where ours has several names, the first one is written."""
@@ -212,6 +215,8 @@ def _parsed(original: Mapping[str, Any], family: "_Family") -> tuple[Options, li
         fields.refuse("num_key_value_heads", f"{groups}, expected a divisor of the {heads} heads")
     if options["position_embedding_type"] == "rope" and options["kv_channels"] % 2:
         fields.refuse("head_dim", f"{options['kv_channels']}, expected an even number")
+    if options["num_layers"] > _MOST_LAYERS:
+        fields.refuse("num_hidden_layers", f"{options['num_layers']}, expected at most {_MOST_LAYERS}")
     options["group_query_attention"] = heads != groups
     fields.check_the_rest()
     return options, fields.problems

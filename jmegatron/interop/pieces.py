@@ -10,7 +10,7 @@ Torch keeps a linear layer as [out, in]; ours is [*in, *out] with heads as dims 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -101,3 +101,35 @@ def slots(pieces: Iterable[Piece]) -> list[Slot]:
 def names(pieces: Iterable[Piece]) -> list[str]:
     """Returns the tensors of theirs that pieces use, in order."""
     return list(itertools.chain.from_iterable(piece.theirs for piece in pieces))
+
+
+# ---- models that fit in memory ------------------------------------------------------------------------------------
+def all_ours(pieces: Iterable[Piece], theirs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns our arrays by path, layers stacked, of all of theirs by name.
+
+    Raises:
+      KeyError: one of theirs is missing.
+    """
+    whole: dict[str, np.ndarray] = {}
+    layers: dict[str, dict[int, np.ndarray]] = {}
+    for piece in pieces:
+        arrays = piece.to_ours(tuple(theirs[name] for name in piece.theirs))
+        for slot, array in zip(piece.ours, arrays, strict=True):
+            if slot.layer is None:
+                whole[slot.path] = array
+            else:
+                layers.setdefault(slot.path, {})[slot.layer] = array
+    return whole | {path: np.stack([own[n] for n in sorted(own)]) for path, own in layers.items()}
+
+
+def all_theirs(pieces: Iterable[Piece], ours: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns their tensors by name, of all our arrays by path: the inverse of `all_ours`.
+
+    Raises:
+      KeyError: one of ours is missing.
+    """
+    found: dict[str, np.ndarray] = {}
+    for piece in pieces:
+        arrays = tuple(ours[slot.path] if slot.layer is None else ours[slot.path][slot.layer] for slot in piece.ours)
+        found.update(zip(piece.theirs, piece.to_theirs(arrays), strict=True))
+    return found

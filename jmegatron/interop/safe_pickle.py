@@ -7,6 +7,7 @@ refused. Python's pickle module is not used at all, only `pickletools`, which sp
 
 import dataclasses
 import pickletools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -85,10 +86,21 @@ def loads(
       UsageError: the pickle is damaged, too large, or asks for what is not allowed.
     """
     try:
-        return _Machine(known, strict, persistent, most_opcodes).run(data)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # pickletools passes escapes that Python warns of
+            return _Machine(known, strict, persistent, most_opcodes).run(data)
     except Refused as error:
         what = str(error)
-    except (ValueError, TypeError, IndexError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+        Warning,
+    ) as error:
         what = f"it is damaged ({type(error).__name__}: {str(error)[:200]})"
     except MemoryError:
         what = "it asks for more memory than there is"

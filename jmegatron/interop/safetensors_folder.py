@@ -10,6 +10,7 @@ The format itself needs no library (the safetensors package can neither write a 
 to numpy). Nothing of a header is believed: offsets must cover the file without gap or overlap, and fit the shapes.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -348,7 +349,8 @@ class SafetensorsWriter:
     ) -> None:
         """Closes its files; complete shards stay for another try."""
         for handle in self._handles.values():
-            handle.close()
+            with contextlib.suppress(OSError):  # a full disk, which has been said already
+                handle.close()
 
     def is_written(self, name: str) -> bool:
         """Returns whether a tensor has been written, by this converter or in a complete shard of a killed one."""

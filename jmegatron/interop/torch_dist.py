@@ -274,7 +274,7 @@ class TorchDistReader:
         for index, info in metadata["storage_data"].items():
             key = _fields(index, f"{_METADATA}MetadataIndex")
             place = _fields(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
-            offset = None if key["offset"] is None else _size(key["offset"])
+            offset = None if key.get("offset") is None else _size(key["offset"])
             if offset in places.setdefault(str(key["fqn"]), {}):
                 raise Refused(f"{key['fqn']} at {offset} is there twice")
             places[key["fqn"]][offset] = place
@@ -356,7 +356,7 @@ class TorchDistReader:
             there = tuple(slice(a - s, b - s) for a, b, (s, _) in zip(low, high, ranges, strict=True))
             here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
             result[there] = block[here]
-        return result if index is None else result[0]
+        return result if index is None else result.reshape(shape[1:])
 
     def _bytes(self, chunk: _Chunk) -> bytes:
         return _read(self.folder / chunk.file, chunk.length, chunk.start, chunk.length)
@@ -523,7 +523,7 @@ def write(
 def _torch() -> Any:
     try:
         import torch
-        import torch.distributed.checkpoint  # noqa: F401
+        import torch.distributed.checkpoint
     except ImportError as error:
         raise UsageError(
             "writing a checkpoint of Megatron-Core needs torch, which is not installed; fix: pip install"
@@ -534,7 +534,6 @@ def _torch() -> Any:
 
 def _write_files(torch: Any, folder: Path, tensors: Iterable[StoredTensor], objects: Mapping[str, Any]) -> None:
     from torch.distributed.checkpoint import filesystem, metadata
-
     from torch.distributed.checkpoint.storage import WriteResult
 
     file_name = "__0_0.distcp"

@@ -4,7 +4,7 @@ Everything but the arrays is read and compared before any device work.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,11 @@ class Resume:
     """The optimizer begins anew."""
     passed: tuple[int, ...] = ()
     """Newer steps in the folder that cannot be used."""
+
+    @property
+    def has_options(self) -> bool:
+        """Whether the options that it was saved with, beyond the model, say how the run went on: not if converted."""
+        return "converted_from" not in self.checkpoint.manifest.meta
 
     @property
     def identity(self) -> str:
@@ -127,7 +132,9 @@ def load_state(program: Program, resume: Resume, say: Say) -> TrainState:
     else:
         anew = ", a new optimizer (--no-load-optim)" if resume.weights_only else ""
         say(f"resumed from {what}, consumed samples {resume.consumed_samples}{anew}")
-    for line in [*lines, *changed_options(program.config, resume.saved)]:
+    begins = program.config.checkpoint.finetune or not resume.has_options
+    sections = ("model",) if begins else ("model", "optimizer", "training", "data")
+    for line in [*lines, *changed_options(program.config, resume.saved, sections)]:
         say(line)
     return state
 
@@ -179,11 +186,12 @@ def check_save_folder(path: str | None, resume: Resume | None) -> None:
     if later:
         raise UsageError(
             f"--save {path}: holds a checkpoint of step {later[-1]}, but this run starts at step {first}; expected a"
-            f" folder without later steps; fix: go on from it with --load {path}, or give another folder"
+            f" folder without later steps; fix: go on from it with --load {path} (no --finetune, no"
+            " --ckpt-step), or give another folder"
         )
 
 
-_NO_NUMBERS = ("exit_interval", "eval_interval", "eval_iters", "data_cache_path")
+_NO_NUMBERS = ("padded_vocab_size", "exit_interval", "eval_interval", "eval_iters", "data_cache_path")
 """Options of the sections below that do not change what a step computes."""
 
 
@@ -220,7 +228,7 @@ def keep_schedules(config: Config, resume: Resume, say: Say) -> Config:
     Raises:
       ConfigError: the checkpoint's schedules do not fit the other options.
     """
-    if config.checkpoint.finetune:
+    if config.checkpoint.finetune or not resume.has_options:
         return config
     kept: dict[str, Any] = {}
     for name in _SCHEDULE_OPTIONS:
@@ -238,7 +246,7 @@ def keep_schedules(config: Config, resume: Resume, say: Say) -> Config:
         else:
             kept[name] = then
             say(
-                f"changed since the checkpoint: {flag} {then}, the checkpoint's, applies, and not {now};"
+                f"WARNING: changed since the checkpoint: {flag} {then}, the checkpoint's, applies, and not {now};"
                 " --override-opt-param-scheduler makes the given one apply"
             )
     if not kept:
@@ -254,13 +262,13 @@ def _follows_run(name: str, config: Config) -> bool:
     return name in length and getattr(config.optimizer, name) == length[name]
 
 
-def changed_options(config: Config, saved: Config) -> list[str]:
+def changed_options(config: Config, saved: Config, sections: Iterable[str]) -> list[str]:
     """Returns a line for each option that decides a run's numbers and is another one than in the checkpoint.
 
     Those of the schedules are said by `keep_schedules`.
     """
     lines = []
-    for section in ("model", "optimizer", "training", "data"):
+    for section in sections:
         now, then = (dataclasses.asdict(getattr(c, section)) for c in (config, saved))
         lines += [
             f"changed since the checkpoint: {section}.{name} {now[name]} applies (saved with {then[name]})"

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Key
 
@@ -32,7 +33,7 @@ from jmegatron.models.gpt import GPTSettings, Tokens, gpt_specs
 from jmegatron.models.transformer import LayerParallel
 from jmegatron.optimizer import loss_scaler
 from jmegatron.optimizer.loss_scaler import LossScalerSettings
-from jmegatron.optimizer.optimizers import OptimizerSettings, clip_by_norm, squared_norms
+from jmegatron.optimizer.optimizers import OptimizerSettings, clip_by_norm, num_updates, squared_norms
 from jmegatron.partition import Tree
 from jmegatron.pipeline.executor import run_forward, run_pipeline
 from jmegatron.training.batches import Batch, CompactBatch, batch_specs, expand, own_part
@@ -323,6 +324,22 @@ def _skip_unless_finite(settings: StepSettings, old: TrainState, new: TrainState
     )
 
 
+def _cast_to(dtype: Any, mesh: Mesh) -> Callable[[Tree], Tree]:
+    """Returns the cast of master weights, as a function of what is stored whatever XLA fuses."""
+
+    def cast(tree: Tree) -> Tree:
+        return jax.tree.map(lambda p: p.astype(dtype), tree)
+
+    if mesh.devices.flat[0].platform != "cpu" or jnp.dtype(dtype) == jnp.float32:
+        return cast
+
+    def called(tree: Tree) -> Tree:
+        with set_xla_metadata(inlineable="false"):
+            return jax.jit(cast)(tree)
+
+    return called
+
+
 def make_train_step(
     settings: StepSettings,
     mesh: Mesh,
@@ -340,6 +357,7 @@ def make_train_step(
     """
     gradient_function = make_gradient_function(settings, mesh)
     own_parts, gather = _parts_and_whole(settings, mesh)
+    cast = _cast_to(settings.compute_dtype, mesh)
 
     def train_step(
         state: TrainState, batch: Batch | CompactBatch, dropout_key: Key[Array, ""] | None
@@ -358,11 +376,11 @@ def make_train_step(
         master = optax.apply_updates(master, updates)
         if mixed:
             # XLA may compute an update once for what is stored and once more, rounded otherwise, for what is cast: the
-            # barrier makes the parameters those that a restart casts from the stored ones.
+            # barrier makes the parameters those that a restart casts from the stored ones. On CPUs it does nothing.
             master = jax.lax.optimization_barrier(master)
         new_state = TrainState(
             step=state.step + 1,
-            parameters=gather(jax.tree.map(lambda p: p.astype(settings.compute_dtype), master)),
+            parameters=gather(cast(master)),
             master=master if mixed else None,
             optimizer=optimizer_state,
         )
@@ -370,7 +388,7 @@ def make_train_step(
             "loss": report["loss_sum"] / jnp.maximum(report["num_tokens"], 1.0),
             "grad_norm": grad_norm,
             "num_tokens": report["num_tokens"],
-            "lr": schedule(state.step if scaler is None else state.step - state.skipped),
+            "lr": schedule(num_updates(state.optimizer)),
             "leaf_norms": leaf_norms,
             **{name: value for name, value in report.items() if name in ("rank_loss_sums", "finite_gradients")},
         }

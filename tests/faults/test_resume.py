@@ -50,7 +50,7 @@ def corpus_options(folder: Path, *options: str, eod: int | None = None) -> tuple
 
 
 PACKED = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
-SKIPPING = ("--fp16", "--initial-loss-scale", str(2**19))
+SKIPPING = ("--fp16", "--initial-loss-scale", str(2**22))
 
 
 @pytest.mark.parametrize("kind", ["mock", "corpus_bf16", "packed_fp16"])
@@ -71,8 +71,8 @@ def test_runs_that_stop_and_go_on_are_the_whole_run_bit_for_bit(kind: str, tmp_p
     assert [line for part in parts for line in part.evaluations] == whole.evaluations
     assert bool(whole.evaluations) == (kind != "mock")
     if kind == "packed_fp16":
-        assert 0 < whole.metrics[-1]["skipped"] < 5
-        assert whole.metrics[-1]["loss_scale"] < 2**19
+        assert 0 < whole.steps[6]["skipped"] < 5
+        assert whole.steps[6]["loss_scale"] < 2**22
     for step in range(every, 7, every):
         expected, got = saved_arrays(tmp_path / "whole", step), saved_arrays(tmp_path / "parts", step)
         assert expected.keys() == got.keys()
@@ -106,10 +106,11 @@ def test_a_checkpoint_of_two_data_ranks_goes_on_at_four_with_the_same_samples(
     options = (*corpus_options(tmp_path), *NO_DROPOUT, "--eval-iters", "0", "--micro-batch-size", "2")
     save = str(tmp_path / "save")
     whole = train(tmp_path, *options, "--save", save, "--save-interval", "3", devices=2)
+    of_two = batches[3:6]
+    batches.clear()
     resumed = train(tmp_path, *options, "--load", save, "--ckpt-step", "3", devices=4)
-    assert len(batches) == 9
-    for two, four in zip(batches[3:6], batches[6:], strict=True):
-        assert two.keys() == four.keys() > {"text", "sample_ids"}
+    for two, four in zip(of_two, batches[:3], strict=True):  # a loader may put later ones as well
+        assert two.keys() == four.keys() >= {"text", "sample_ids"}
         for name, rows in two.items():
             np.testing.assert_array_equal(four[name], rows)
     assert resumed.losses[0] == pytest.approx(whole.losses[3], rel=RESUMED_LOSS_RELATIVE)
@@ -133,7 +134,7 @@ def test_a_padding_that_is_not_trained_follows_the_mesh_and_changes_no_number(st
     here = train(tmp_path, *on)
     wide = train(tmp_path, *on, *derived, "--tensor-model-parallel-size", "2")
     assert "padded to 124" in wide.out
-    assert "changed since the checkpoint: model.padded_vocab_size 124 applies (saved with 64)" in wide.out
+    assert "changed since" not in wide.out
     assert wide.losses[0] == pytest.approx(here.losses[0], rel=RESUMED_LOSS_RELATIVE)
     (name,) = (name for name in saved_arrays(stopped, 3) if name.startswith("parameters/embedding/word"))
     assert saved_arrays(stopped, 3)[name].shape == (61, 32)

@@ -175,7 +175,7 @@ def test_every_layout_saves_the_same_arrays_and_takes_those_of_every_other_bit_f
         records.append(read_manifest(tmp_path / str(number) / "7").arrays)
         # Shapes, dtypes and checksums of the manifest do not depend on the mesh either.
         assert records[-1] == records[0]
-    for number, layout in enumerate(layouts):
+    for layout in layouts:
         here = program(model, layout)
         for other in range(len(layouts)):
             checkpoint, _ = reader.find(str(tmp_path / str(other)))

@@ -164,7 +164,7 @@ def _without(*keys: str) -> Any:
 
 CHECKSUM, FILE_CHECKSUM = "0" * 16, "0" * 32
 HOSTILE = {
-    "format 2": (_with("format", to=2), "format 2, expected 1; fix: read it with a version that knows it"),
+    "format 2": (_with("format", to=2), "format 2, expected 1: another version wrote it"),
     "format text": (_with("format", to="1"), "format '1', expected 1"),
     "format bool": (_with("format", to=True), "format True, expected 1"),
     "format float": (_with("format", to=1.0), "format 1.0, expected 1"),
