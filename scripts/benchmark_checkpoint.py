@@ -2,9 +2,11 @@
 
     python scripts/benchmark_checkpoint.py [--hidden-size 1024] [--folder PATH] [--repeats 3] [--json PATH]
 
-The state is that of a GPT in fp32 (weights and two moments) at tp 2, pp 2 with two chunks, dp 2, on 8 virtual CPU
-devices. Contenders take turns; each figure is the least of its times, so are both sides of a ratio. Before a restore
-the files' pages are dropped from the cache where the system lets us (root), else they come from memory: it says which.
+The state is that of a GPT in fp32 (weights and two moments) on 8 virtual CPU devices, saved at tp 2, pp 2, dp 2, and
+once more with two chunks a stage, whose layers have to be brought in order first. What is compared takes turns; a ratio
+is the median of the ratios of each turn, a time the median, for disks differ from one moment to the next. Before a
+restore the files' pages are dropped from the cache where the system lets us (root), else they come from memory: it says
+which.
 
     dd              dd if=/dev/zero conv=fsync, the bytes of the state
     blocking save   from the call until the checkpoint is committed: copied, written, hashed, fsynced
@@ -16,6 +18,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,12 +36,12 @@ from jmegatron.optimizer.schedules import START
 from jmegatron.training.program import Program, build_program, resolve_for_run
 from jmegatron.training.resume import checkpoint_meta
 
-SAVED_AT = "tp 2, pp 2 x 2 chunks, dp 2"
+SAVED_AT = "tp 2, pp 2, dp 2"
+CHUNKS = "tp 2, pp 2 x 2 chunks, dp 2"
+_TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 LAYOUTS = {
-    SAVED_AT: (
-        8,
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-    ),
+    SAVED_AT: (8, _TP2_PP2),
+    CHUNKS: (8, f"{_TP2_PP2} --num-virtual-stages-per-pipeline-rank 2"),
     "tp 8": (8, "--tensor-model-parallel-size 8"),
     "pp 4, dp 2, distributed optimizer": (8, "--pipeline-model-parallel-size 4 --use-distributed-optimizer"),
     "dp 8, distributed optimizer": (8, "--use-distributed-optimizer"),
@@ -92,63 +95,62 @@ def restore(folder: Path, program: Program) -> None:
     jax.block_until_ready(program.state_of(checkpoint.read(program.saved_layout())))
 
 
+def save(folder: Path, program: Program, state: Any, step: int, in_background: bool) -> tuple[float, float]:
+    """Returns the seconds until the call of a save returned, and until the checkpoint was there."""
+    meta = checkpoint_meta(program.config, step, step, START, None)
+    writer = CheckpointWriter(str(folder), in_background=in_background)
+    os.sync()
+    start = time.perf_counter()
+    writer.save(step, program.saved_arrays(state), meta)
+    returned = time.perf_counter() - start
+    writer.wait()
+    total = time.perf_counter() - start
+    (outcome,) = writer.outcomes()
+    assert not outcome.problem, outcome.problem
+    return returned, total
+
+
 def measure(folder: Path, hidden: int, repeats: int) -> dict[str, Any]:
     """Returns the figures."""
-    program = program_of(SAVED_AT, hidden)
-    state = program.init()
-    size = sum(a.nbytes for a in program.saved_arrays(state).values())
-    seconds: dict[str, list[float]] = {"dd": [], "blocking save": [], "stall": [], "asynchronous save": []}
-    meta: Callable[[int], dict[str, Any]] = lambda step: checkpoint_meta(program.config, step, step, START, None)  # noqa: E731
-
-    def save(step: int, in_background: bool) -> tuple[float, float]:
-        """Returns the seconds until the call returned, and until the checkpoint was there; removes it."""
-        writer = CheckpointWriter(str(folder), in_background=in_background)
-        start = time.perf_counter()
-        writer.save(step, program.saved_arrays(state), meta(step))
-        returned = time.perf_counter() - start
-        writer.wait()
-        total = time.perf_counter() - start
-        (outcome,) = writer.outcomes()
-        assert not outcome.problem, outcome.problem
-        shutil.rmtree(folder / str(step))
-        return returned, total
-
-    save(1, True)  # compiles the checksums
-    for _ in range(repeats):
-        os.sync()
-        seconds["dd"].append(timed(lambda: dd(folder, size)))
-        os.sync()
-        seconds["blocking save"].append(save(2, False)[0])
-        os.sync()
-        stall, total = save(3, True)
-        seconds["stall"].append(stall)
-        seconds["asynchronous save"].append(total)
-    writer = CheckpointWriter(str(folder), in_background=False)
-    writer.save(4, program.saved_arrays(state), meta(4))
-    del state
+    turns: list[dict[str, float]] = [{} for _ in range(repeats)]
+    size = 0
+    for layout in (CHUNKS, SAVED_AT):  # the second is what restores read
+        program = program_of(layout, hidden)
+        state = program.init()
+        size = sum(a.nbytes for a in program.saved_arrays(state).values())
+        save(folder, program, state, 1, True)  # compiles
+        for turn in turns:
+            shutil.rmtree(folder / "1")
+            os.sync()
+            turn[f"dd beside {layout}"] = timed(lambda size=size: dd(folder, size))
+            turn[f"blocking save at {layout}"] = save(folder, program, state, 1, False)[0]
+            shutil.rmtree(folder / "1")
+            turn[f"stall at {layout}"], turn[f"asynchronous save at {layout}"] = save(folder, program, state, 1, True)
+        del state
+        if layout != SAVED_AT:
+            shutil.rmtree(folder / "1")
     programs = {layout: program_of(layout, hidden) for layout in LAYOUTS}
     dropped = True
-    for number in range(repeats + 1):  # the first round compiles
+    for turn in [{}, *turns]:  # the first one compiles
         for layout, here in programs.items():
             dropped = drop_cache() and dropped
-            took = timed(lambda here=here: restore(folder, here))
-            if number:
-                seconds.setdefault(f"restore at {layout}", []).append(took)
-    least = {name: min(times) for name, times in seconds.items()}
-    same = least[f"restore at {SAVED_AT}"]
+            turn[f"restore at {layout}"] = timed(lambda here=here: restore(folder, here))
+
+    def ratio(above: str, below: str) -> float:
+        return statistics.median(turn[above] / turn[below] for turn in turns)
+
+    ratios = {}
+    for layout in (SAVED_AT, CHUNKS):
+        ratios[f"dd / blocking save, at {layout}"] = ratio(f"dd beside {layout}", f"blocking save at {layout}")
+        ratios[f"stall / blocking save, at {layout}"] = ratio(f"stall at {layout}", f"blocking save at {layout}")
+    for layout in LAYOUTS:
+        if layout != SAVED_AT:
+            ratios[f"restore at {layout} / at the same mesh"] = ratio(f"restore at {layout}", f"restore at {SAVED_AT}")
     return {
         "bytes": size,
         "files": "dropped from the cache before a restore" if dropped else "in the cache",
-        "seconds": least,
-        "ratios": {
-            "dd / blocking save": least["dd"] / least["blocking save"],
-            "stall / blocking save": least["stall"] / least["blocking save"],
-            **{
-                f"{name} / at the same mesh": value / same
-                for name, value in least.items()
-                if name.startswith("restore at") and value is not same
-            },
-        },
+        "seconds": {name: statistics.median(turn[name] for turn in turns) for name in turns[0]},
+        "ratios": ratios,
     }
 
 
