@@ -147,7 +147,11 @@ def import_megatron(source: str, output: str, given: Sequence[str], optimizer: b
     """
     folder = TorchDistReader(source)
     arguments = folder.common.get("args", {})
-    config = _config_of(megatron.options(arguments, folder.tensors), given, f"{source}: arguments in common.pt")
+    options = megatron.options(arguments, folder.tensors)
+    where = f"{source}: arguments in common.pt"
+    config = _config_of(options, given, where)
+    if config.model.vocab_size is None:  # its arguments do not say how many rows are padding: then all count
+        config = _config_of(options, [*given, "--vocab-size", str(config.model.padded_vocab_size)], where)
     plan = megatron.plan_import(folder, gpt_settings(config, "cpu"), optimizer=optimizer)
     consumed = arguments.get("consumed_train_samples", plan.samples)
     label = f"megatron {folder.folder} {'with' if optimizer else 'without'} optimizer"
