@@ -156,7 +156,11 @@ def _chosen(layout: Any, records: Any, weights_only: bool) -> tuple[Any, Any, li
 
 
 def clear_save_folder(path: str | None, resume: Resume | None, say: Say) -> None:
-    """Makes the --save folder ready: removes what killed runs left, sets damaged steps aside; process 0 calls it."""
+    """Makes the --save folder ready: removes what killed runs left, sets damaged steps aside; process 0 calls it.
+
+    Raises:
+      UsageError: a damaged step cannot be set aside.
+    """
     if not path:
         return
     folder = Path(path).absolute()
@@ -164,7 +168,11 @@ def clear_save_folder(path: str | None, resume: Resume | None, say: Say) -> None
         say(f"--save {path}: removed {name}, which a run left unfinished")
     if resume and folder == Path(resume.path).absolute():
         for step in resume.passed:
-            say(f"--save {path}: set step {step} aside as {steps.set_aside(folder / str(step)).name}")
+            try:
+                name = steps.set_aside(folder / str(step)).name
+            except OSError as error:
+                raise UsageError(f"--save {path}: cannot be written: {error}; fix: check its permissions") from error
+            say(f"--save {path}: set step {step} aside as {name}")
 
 
 def check_save_folder(path: str | None, resume: Resume | None) -> None:
