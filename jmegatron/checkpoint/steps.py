@@ -49,13 +49,13 @@ def complete(building: Path, target: Path, manifest: Manifest) -> None:
       OSError: it cannot be written.
     """
     for path, _, _ in os.walk(building):
-        _sync(Path(path))
+        sync_folder(Path(path))
     write_synced(building / MANIFEST, manifest.to_text())
-    _sync(building)
+    sync_folder(building)
     if target.exists():
         set_aside(target)
     building.rename(target)
-    _sync(target.parent)
+    sync_folder(target.parent)
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -66,7 +66,7 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Brings a folder's names to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

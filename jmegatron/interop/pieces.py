@@ -46,10 +46,7 @@ class Piece:
 
 # ---- the usual pieces ---------------------------------------------------------------------------------------------
 def same(slot: Slot, name: str, shape: Sequence[int]) -> Piece:
-    """Returns the piece of a tensor that both sides hold alike, our `shape` flattened to one dim less a table.
-
-    Scales and biases: ours may have dims of heads, theirs is flat. Tables of embeddings (2 dims): as they are.
-    """
+    """Returns the piece of a tensor that both sides hold alike, such as a table of embeddings."""
     shape = tuple(shape)
     return _reshaped(slot, name, shape, shape)
 

@@ -35,6 +35,7 @@ import ml_dtypes
 import numpy as np
 
 from jmegatron.checkpoint.checksums import open_itself
+from jmegatron.checkpoint.steps import sync_folder
 from jmegatron.errors import UsageError
 from jmegatron.interop import safe_pickle
 from jmegatron.interop.safe_pickle import Foreign, Refused
@@ -508,13 +509,13 @@ def write(
                 "common_backend_version": 1,
             }
             _write_bytes(building / "metadata.json", lambda file: file.write(json.dumps(content).encode()))
-            _sync(building)
+            sync_folder(building)
             building.rename(target)
-        _sync(folder)
+        sync_folder(folder)
         tracker = folder / f"{TRACKER}.tmp"
         _write_bytes(tracker, lambda file: file.write(str(iteration).encode()))
         tracker.rename(folder / TRACKER)
-        _sync(folder)
+        sync_folder(folder)
     except OSError as error:
         raise UsageError(f"{target}: cannot be written: {error}; fix: make room, or give another folder") from error
     return target
@@ -583,14 +584,6 @@ def _write_bytes(path: Path, fill: Callable[[Any], Any]) -> None:
         fill(file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -220,7 +220,7 @@ def failing(*arguments: Any, **options: Any) -> Any:
         (writer, "checksums_of"),
         (writer, "as_text"),
         (steps, "write_synced"),
-        (steps, "_sync"),
+        (steps, "sync_folder"),
         (Path, "rename"),
     ],
 )
