@@ -9,12 +9,14 @@ One tensor is in memory at a time, whatever the size of the model. Each line say
 once. A conversion that was killed goes on when it is started again; nothing that is there is overwritten. Options of
 train.py behind `--` say what the source does not (a Megatron-Core checkpoint of few arguments needs some).
 
-Exit status: 0 done, 2 the source, an option or a folder cannot be used (nothing is left of it).
+Exit status: 0 done, 2 the source or an option cannot be used (nothing is left of it), or the disk fails (the next try
+goes on).
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jmegatron.data.script import run_script
 from jmegatron.errors import UsageError
@@ -49,6 +51,8 @@ def convert(given: argparse.Namespace) -> None:
             f"--from {formats[0]} --to {formats[1]}: expected jmegatron to be one of the two; fix: convert to jmegatron"
             " first, then from it"
         )
+    if not given.output or Path(given.output).resolve() == Path(given.input).resolve():
+        raise UsageError(f"--output {given.output}: expected another folder than --input; fix: give one")
     to_ours = formats[1] == "jmegatron"
     other = formats[0] if to_ours else formats[1]
     for name, fits in (

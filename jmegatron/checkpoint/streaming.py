@@ -4,8 +4,10 @@ The files are those that Orbax writes (zarr arrays in an OCDBT store), so that r
 the other way round. No communication, no devices.
 """
 
+import contextlib
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +22,7 @@ from jmegatron.checkpoint.arrays import CHUNK_BYTES
 from jmegatron.checkpoint.checksums import checksum_text, region_checksum
 from jmegatron.checkpoint.manifest import STATE, ArrayRecord, Manifest, checksums_of, list_files
 from jmegatron.checkpoint.reader import Checkpoint
-from jmegatron.errors import UsageError
+from jmegatron.errors import ConfigError, DataFileError, UsageError
 
 Layout = Mapping[str, tuple[Sequence[int], Any]]
 """Shape and dtype of each array by name."""
@@ -50,6 +52,8 @@ class StreamingWriter:
             raise UsageError(
                 f"{self._target}: is already there, expected a step that is not; fix: give another folder, or remove it"
             )
+        self._made = not self._target.parent.exists()
+        self._progress: Any = None
         head = json.dumps({"source": source, "layout": {n: [list(s), d.name] for n, (s, d) in self._layout.items()}})
         try:
             self._written = self._resumed(head)
@@ -58,6 +62,7 @@ class StreamingWriter:
             if not self._written:
                 self._start(head)
         except OSError as error:
+            self._stop()
             raise UsageError(f"{path}: cannot be written: {error}; fix: make room, or give another folder") from error
         self._stores: dict[str, Any] = {}
 
@@ -97,8 +102,18 @@ class StreamingWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes its files; what was written stays for another try."""
-        self._progress.close()
+        """Closes its files; what was written stays for another try, unless that would find the same mistake."""
+        self._stop()
+        if isinstance(error, (ConfigError, DataFileError)):
+            shutil.rmtree(self._building, ignore_errors=True)
+            if self._made:
+                with contextlib.suppress(OSError):  # another converter's step is there
+                    self._target.parent.rmdir()
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            with contextlib.suppress(OSError):  # a full disk, which has been said already
+                self._progress.close()
 
     def is_written(self, name: str, layer: int | None = None) -> bool:
         """Returns whether a part has been written, perhaps by a converter that was killed."""
@@ -120,13 +135,13 @@ class StreamingWriter:
         try:
             store = self._open(name)
             (store if layer is None else store[layer]).write(value).result()
+            start = [0] * value.ndim if layer is None else [layer, *[0] * value.ndim]
+            sums = region_checksum(value if layer is None else value[None], start)
+            self._note(json.dumps([name, layer, *sums]))
         except (OSError, ValueError) as error:  # TensorStore says ValueError of a full disk as well
             what = " ".join(str(error).split())[:300]
             raise UsageError(f"{self._building}: cannot be written: {what}; fix: make room and start again") from error
-        start = [0] * value.ndim if layer is None else [layer, *[0] * value.ndim]
-        sums = region_checksum(value if layer is None else value[None], start)
         self._written[name, layer] = sums
-        self._note(json.dumps([name, layer, *sums]))
 
     def commit(self, meta: dict[str, Any]) -> None:
         """Makes the step a checkpoint.

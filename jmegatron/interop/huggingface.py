@@ -229,7 +229,11 @@ def match_tensors(folder: SafetensorsFolder, model: Config | Mapping[str, Any]) 
     if "lm_head.weight" in others and _is_copy(folder, "lm_head.weight", found[0].theirs[0]):
         left_out.add("lm_head.weight")
     problems = [f"missing: {name}" for name in expected if name not in folder.tensors]
-    problems += [f"not known: {name} {list(folder.tensors[name].shape)}" for name in sorted(others - left_out)]
+    for name in sorted(others - left_out):
+        why = ", though config.json says tie_word_embeddings and it is not the word embedding"
+        problems.append(
+            f"not known: {name} {list(folder.tensors[name].shape)}{why if name == 'lm_head.weight' else ''}"
+        )
     for name, shape in expected.items():
         record = folder.tensors.get(name)
         if record is not None and record.shape != shape:

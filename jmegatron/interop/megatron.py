@@ -26,7 +26,7 @@ from jmegatron import partition
 from jmegatron.checkpoint.streaming import StreamingReader, StreamingWriter
 from jmegatron.errors import UsageError
 from jmegatron.interop import torch_dist
-from jmegatron.interop.pieces import Arrays, Piece, Slot, flat, linear, same
+from jmegatron.interop.pieces import Arrays, Piece, Slot, check_finite, flat, linear, same
 from jmegatron.interop.torch_dist import StoredTensor, TorchDistReader
 from jmegatron.layers.attention import AttentionSettings
 from jmegatron.models.gpt import GPTSettings, gpt_specs
@@ -474,13 +474,14 @@ def import_checkpoint(reader: TorchDistReader, plan: ImportPlan, writer: Streami
     The caller commits.
 
     Raises:
-      UsageError: a tensor cannot be read, or a piece cannot be written.
+      UsageError: a tensor cannot be read, is not finite, or a piece cannot be written.
     """
     for move in plan.moves:
         targets = move.targets
         if all(writer.is_written(slot.path, slot.layer) for slot in targets):
             continue
         theirs = reader.read(move.source.path, move.source.layer).astype(np.float32)
+        check_finite(str(move.source), theirs, reader.folder)
         for slot, value in zip(targets, move.piece.to_ours((theirs,)), strict=True):
             if not writer.is_written(slot.path, slot.layer):
                 writer.write(slot.path, np.ascontiguousarray(value), slot.layer)
@@ -669,6 +670,8 @@ def export_checkpoint(
 def _read_theirs(reader: StreamingReader, moves: Mapping[int | None, _Move], dtype: Any, index: int | None) -> Any:
     move = moves[index]
     ours = tuple(reader.read(slot.path, slot.layer) for slot in move.targets)
+    for slot, values in zip(move.targets, ours, strict=True):
+        check_finite(str(slot), values, "the checkpoint")
     return move.piece.to_theirs(ours)[0].astype(dtype)
 
 

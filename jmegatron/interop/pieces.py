@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from jmegatron.config.options import problem
+
 Arrays = tuple[np.ndarray, ...]
 
 
@@ -90,6 +92,23 @@ def linear(slot: Slot, name: str, shape: Sequence[int], num_inputs: int, *, tran
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
+def check_finite(name: str, values: np.ndarray, where: object) -> None:
+    """Checks that a tensor holds numbers: a run that starts from others ends at its first step, and says less.
+
+    Raises:
+      ConfigError: it holds NaN or infinities.
+    """
+    wrong = values.size - int(np.count_nonzero(np.isfinite(values)))
+    if wrong:
+        raise problem(
+            "A tensor holds values that are no finite numbers.",
+            where=f"{where}, tensor {name}",
+            got=f"{wrong} of {values.size} values are NaN or infinite",
+            expected="finite numbers",
+            fix="get the files again from where they came, or take a checkpoint from before its run went wrong",
+        )
+
+
 def slots(pieces: Iterable[Piece]) -> list[Slot]:
     """Returns the parts of ours that pieces fill, in order."""
     return list(itertools.chain.from_iterable(piece.ours for piece in pieces))

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jmegatron.errors import UsageError
+from jmegatron.errors import DataFileError
 
 Known = Mapping[tuple[str, str], Callable[..., Any]]
 """Constructor of each (module, name) that may be made."""
@@ -83,7 +83,7 @@ def loads(
       most_opcodes: limit, and with it that of memory.
 
     Raises:
-      UsageError: the pickle is damaged, too large, or asks for what is not allowed.
+      DataFileError: the pickle is damaged, too large, or asks for what is not allowed.
     """
     try:
         with warnings.catch_warnings():
@@ -104,7 +104,7 @@ def loads(
         what = f"it is damaged ({type(error).__name__}: {str(error)[:200]})"
     except MemoryError:
         what = "it asks for more memory than there is"
-    raise UsageError(
+    raise DataFileError(
         f"{where}: the pickle in it is not read: {what}; expected plain values and tensors, nothing of it is run; fix:"
         " give a checkpoint that Megatron-Core or torch wrote"
     )

@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 
 from jmegatron.config.options import problem
-from jmegatron.errors import ConfigError, UsageError
+from jmegatron.errors import ConfigError, DataFileError, UsageError
 
 DType = Literal["F32", "BF16", "F16"]
 DTYPES: dict[str, np.dtype] = {
@@ -119,6 +119,16 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
     )
 
 
+def _dtype_problem(where: str, got: str) -> ConfigError:
+    return problem(
+        "A tensor has a dtype that is not read here.",
+        where=where,
+        got=got,
+        expected=f"one of {', '.join(DTYPES)}",
+        fix="save the model in one of these, for instance with torch_dtype=bfloat16",
+    )
+
+
 # ---- reading ------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class TensorRecord:
@@ -161,6 +171,18 @@ class SafetensorsFolder:
         else:
             self._read_shards()
 
+    @classmethod
+    def of_file(cls, path: str | os.PathLike[str]) -> "SafetensorsFolder":
+        """Returns the tensors of one file, whatever its name.
+
+        Raises:
+          ConfigError: its header does not fit the file.
+        """
+        found = cls.__new__(cls)
+        found.path = Path(path).parent
+        found.tensors = _read_header(found.path, Path(path).name)
+        return found
+
     def _read_shards(self) -> None:
         where = str(self.path / INDEX)
         files = read_json(self.path / INDEX).get("weight_map")
@@ -186,17 +208,12 @@ class SafetensorsFolder:
         """Returns a tensor in fp32, which holds every value of bfloat16 and fp16.
 
         Raises:
-          ConfigError: its dtype is none of weights, or the file has changed.
+          ConfigError: its dtype is none of weights.
+          UsageError: as `read_bytes`.
         """
         record = self.tensors[name]
         if record.dtype not in DTYPES:
-            raise problem(
-                "A tensor has a dtype that is not read here.",
-                where=f"{self.path / record.file}, tensor {name}",
-                got=record.dtype,
-                expected=f"one of {', '.join(DTYPES)}",
-                fix="save the model in one of these, for instance with torch_dtype=bfloat16",
-            )
+            raise _dtype_problem(f"{self.path / record.file}, tensor {name}", record.dtype)
         values = self.read_bytes(name).view(DTYPES[record.dtype]).reshape(record.shape)
         return values.astype(np.float32, copy=False)
 
@@ -204,7 +221,7 @@ class SafetensorsFolder:
         """Returns the bytes of a tensor, uint8 [bytes].
 
         Raises:
-          ConfigError: the file has changed.
+          UsageError: the file has changed, or cannot be read any more.
         """
         record = self.tensors[name]
         buffer = np.empty(record.end - record.begin, np.uint8)
@@ -212,9 +229,12 @@ class SafetensorsFolder:
             with open(self.path / record.file, "rb") as file:
                 file.seek(record.begin)
                 if file.readinto(buffer.data) != buffer.size:
-                    raise OSError(0, "has become shorter")
+                    raise OSError(0, "it has become shorter")
         except OSError as error:
-            raise _unreadable(self.path / record.file, error) from None
+            # No ConfigError: the file could be read before, and may be again; what has been converted is worth keeping.
+            raise UsageError(
+                f"{self.path / record.file}: cannot be read: {error.strerror or error}; fix: start again when it can"
+            ) from error
         return buffer
 
 
@@ -267,7 +287,7 @@ def _record(entry: Any, name: str, file: str, path: Path, start: int) -> TensorR
         raise _damaged(where, "another entry", "dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _SIZES:
-        raise _damaged(where, f"dtype {dtype!r}", f"one of {', '.join(sorted(_SIZES))}")
+        raise _dtype_problem(where, repr(dtype))
     if not is_counts(shape) or not is_counts(offsets) or len(offsets) != 2:
         raise _damaged(where, f"shape {shape}, data_offsets {offsets}", "lists of counts, two of them as offsets")
     if offsets[1] - offsets[0] != math.prod(shape) * _SIZES[dtype]:
@@ -347,10 +367,12 @@ class SafetensorsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes its files; complete shards stay for another try."""
+        """Closes its files; complete shards stay for another try, unless that would find the same mistake."""
         for handle in self._handles.values():
             with contextlib.suppress(OSError):  # a full disk, which has been said already
                 handle.close()
+        if isinstance(error, (ConfigError, DataFileError)):
+            shutil.rmtree(self._building, ignore_errors=True)
 
     def is_written(self, name: str) -> bool:
         """Returns whether a tensor has been written, by this converter or in a complete shard of a killed one."""
@@ -361,7 +383,8 @@ class SafetensorsWriter:
 
         Raises:
           ValueError: another shape than in the layout, or the tensor has been written by this converter.
-          UsageError: a value is too large for the dtype, or the file cannot be written.
+          ConfigError: a value is too large for the dtype.
+          UsageError: the file cannot be written.
         """
         shard = self._shard_of[name]
         record = shard.records[name]
@@ -440,8 +463,9 @@ class SafetensorsWriter:
             index = {"metadata": {"total_size": total}, "weight_map": files}
             self.add_file(INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
         try:
-            self._note.unlink()
+            # In this order: a folder without the note is none that a killed converter may go on with.
             os.replace(self._building, self.path)
+            (self.path / self._note.name).unlink()
             descriptor = os.open(self.path.parent, os.O_RDONLY)
             try:
                 os.fsync(descriptor)

@@ -36,7 +36,7 @@ import numpy as np
 
 from jmegatron.checkpoint.checksums import open_itself
 from jmegatron.checkpoint.steps import sync_folder
-from jmegatron.errors import UsageError
+from jmegatron.errors import DataFileError, UsageError
 from jmegatron.interop import safe_pickle
 from jmegatron.interop.safe_pickle import Foreign, Refused
 
@@ -124,7 +124,7 @@ def _members(data: bytes, where: str) -> dict[str, memoryview]:
         what = str(error)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError, struct.error, OSError) as error:
         what = f"it is damaged ({type(error).__name__}: {str(error)[:200]})"
-    raise UsageError(f"{where}: what torch.save wrote is not read: {what}; {_FIX}")
+    raise DataFileError(f"{where}: what torch.save wrote is not read: {what}; {_FIX}")
 
 
 # ---- pickles ------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def _tensor(data: bytes, where: str) -> np.ndarray:
         most_opcodes=_MOST_TENSOR_OPCODES,
     )
     if not isinstance(found, np.ndarray):
-        raise UsageError(f"{where}: got a {type(found).__name__}, expected a tensor; {_FIX}")
+        raise DataFileError(f"{where}: got a {type(found).__name__}, expected a tensor; {_FIX}")
     return found
 
 

@@ -5,14 +5,16 @@ anything is written; what a killed conversion has written is there for the next 
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from omegaconf import OmegaConf
 
-from jmegatron.checkpoint import reader
+from jmegatron.checkpoint import reader, steps
 from jmegatron.checkpoint.reader import Checkpoint
 from jmegatron.checkpoint.streaming import StreamingReader, StreamingWriter
 from jmegatron.config import Config, config_from_yaml, load_config, resolve
@@ -20,6 +22,7 @@ from jmegatron.config.options import flag_of
 from jmegatron.config.options import options as all_options
 from jmegatron.errors import UsageError
 from jmegatron.interop import huggingface, megatron
+from jmegatron.interop.pieces import check_finite
 from jmegatron.interop.safetensors_folder import DTYPES, DType
 from jmegatron.interop.torch_dist import TorchDistReader
 from jmegatron.optimizer.schedules import Position
@@ -60,24 +63,35 @@ def import_huggingface(source: str, output: str, given: Sequence[str], say: Say)
     for name in matched.left_out:
         say(f"{name} -> (left out: no weight, or the same as the word embedding)")
     companions, refused = huggingface.read_companions(source)
-    with StreamingWriter(
-        output, 0, {**layout, "step": ((), np.int32)}, f"huggingface {Path(source).absolute()}"
-    ) as out:
+    beside = {
+        **{f"{COMPANIONS}/{name}": content for name, content in companions.items()},
+        f"{COMPANIONS}/config.json": _read(Path(source) / "config.json"),
+        MODEL_FILE: _model_file(config),
+    }
+    _check_output(output, beside)
+    if later := [step for step in steps.all_steps(Path(output)) if step > 0]:
+        raise UsageError(
+            f"--output {output}: holds step {later[-1]}, expected no steps, as this model begins at 0; fix: give"
+            " another folder"
+        )
+    with StreamingWriter(output, 0, {**layout, "step": ((), np.int32)}, _label("huggingface", source)) as out:
         for piece in matched.pieces:
             say(f"{', '.join(piece.theirs)} -> {', '.join(map(str, piece.ours))}")
             used.use(*piece.theirs)
             filled.use(*map(str, piece.ours))
             if all(out.is_written(f"parameters/{slot.path}", slot.layer) for slot in piece.ours):
                 continue
-            values = piece.to_ours(tuple(folder.read(name) for name in piece.theirs))
+            theirs = tuple(folder.read(name) for name in piece.theirs)
+            for name, value in zip(piece.theirs, theirs, strict=True):
+                check_finite(name, value, source)
+            values = piece.to_ours(theirs)
             for slot, value in zip(piece.ours, values, strict=True):
                 if not out.is_written(f"parameters/{slot.path}", slot.layer):
                     out.write(f"parameters/{slot.path}", np.ascontiguousarray(value), slot.layer)
         if not out.is_written("step"):
             out.write("step", np.array(0, np.int32))
         lines = [f"theirs: {used.check()}", f"ours: {filled.check()}"]
-        _carry(Path(output) / COMPANIONS, {"config.json": _read(Path(source) / "config.json"), **companions})
-        _carry(Path(output), {MODEL_FILE: _model_file(config)})
+        _carry(output, beside)
         out.commit(_meta(config, 0, 0, Position(), "huggingface"))
     for line in [*lines, *(f"{name} is not carried along: it {why}" for name, why in refused.items())]:
         say(line)
@@ -121,6 +135,7 @@ def export_huggingface(
             ours = tuple(source.read(f"parameters/{slot.path}", slot.layer) for slot in piece.ours)
             for name, value in zip(piece.theirs, piece.to_theirs(ours), strict=True):
                 if not out.is_written(name):
+                    check_finite(name, value, checkpoint.path)
                     out.write(name, value)
         say(f"ours: {used.check()}")
         for name, content in {**companions, "config.json": huggingface.config_text(fields)}.items():
@@ -154,13 +169,15 @@ def import_megatron(source: str, output: str, given: Sequence[str], optimizer: b
         config = _config_of(options, [*given, "--vocab-size", str(config.model.padded_vocab_size)], where)
     plan = megatron.plan_import(folder, gpt_settings(config, "cpu"), optimizer=optimizer)
     consumed = arguments.get("consumed_train_samples", plan.samples)
-    label = f"megatron {folder.folder} {'with' if optimizer else 'without'} optimizer"
+    label = _label(f"megatron {'with' if optimizer else 'without'} optimizer", folder.folder)
+    beside = {MODEL_FILE: _model_file(config)}
+    _check_output(output, beside)
     with StreamingWriter(output, plan.iteration, plan.layout, label) as out:
         for line in plan.lines:
             say(line)
         megatron.import_checkpoint(folder, plan, out)
         position = Position(plan.updates if optimizer else 0, plan.samples)
-        _carry(Path(output), {MODEL_FILE: _model_file(config)})
+        _carry(output, beside)
         out.commit(_meta(config, plan.iteration, consumed, position, "megatron"))
     say(f"{len(plan.moves)} tensors, each used once")
     how = "" if optimizer else " --no-load-optim, or --finetune"
@@ -283,11 +300,35 @@ def _read(path: Path) -> bytes:
         raise UsageError(f"{path}: cannot be read: {error}; fix: check its permissions") from error
 
 
-def _carry(folder: Path, files: Mapping[str, bytes]) -> None:
+def _label(what: str, folder: str | Path) -> str:
+    """Returns what is converted, and its files as they are now: no try goes on with what one with others has left."""
+    files = sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in os.scandir(folder) if e.is_file())
+    return f"{what} {Path(folder).absolute()} {xxhash.xxh3_128_hexdigest(repr(files).encode())}"
+
+
+def _check_output(output: str, files: Mapping[str, bytes]) -> None:
+    """Checks that what goes along with the weights takes the place of nothing else.
+
+    Raises:
+      UsageError: one of the files is there and says something else.
+    """
+    for name, content in files.items():
+        path = Path(output) / name
+        if path.exists() and not (path.is_file() and path.read_bytes() == content):
+            raise UsageError(
+                f"{path}: is already there and differs from what would be written; fix: give another folder, or remove"
+                " it"
+            )
+
+
+def _carry(output: str, files: Mapping[str, bytes]) -> None:
     """Writes what goes along with the weights."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            (folder / name).write_bytes(content)
+            path = Path(output) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_name(path.name + ".tmp")
+            unfinished.write_bytes(content)
+            unfinished.replace(path)  # whole or not at all, so that the next try finds nothing that differs
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be written: {error}; fix: make room, or give another folder") from error
+        raise UsageError(f"{output}: cannot be written: {error}; fix: make room, or give another folder") from error

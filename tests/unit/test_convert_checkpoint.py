@@ -1,15 +1,21 @@
 """scripts/convert_checkpoint.py: whole folders in and out, what it refuses, and that runs go on from what it writes."""
 
+import errno
 import importlib.util
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from golden.megatron_weights import from_megatron, recorded, reference_settings, unpack_checkpoints
 from safetensors.numpy import load_file, save_file
-from training_runs import saved_arrays, train
+from training_runs import ROOT, environment, saved_arrays, train
 
+from jmegatron.checkpoint.streaming import StreamingReader, StreamingWriter
 from jmegatron.config import load_config
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "convert_checkpoint.py"
@@ -162,3 +168,138 @@ def test_recorded_weights_of_megatron_core_are_bit_equal_whatever_they_were_save
     assert load_config(
         ["--config", str(tmp_path / "ours" / "model.yaml"), *TRAIN, "--seq-length", "32", "--train-iters", "1"]
     )
+
+
+# ---- what goes wrong on the way -------------------------------------------------------------------------------------
+def imported(convert, source: Path, output: Path) -> int:
+    return convert("--from", "hf", "--to", "jmegatron", "--input", source, "--output", output, "--quiet")
+
+
+def exported(convert, source: Path, output: Path, *words: str) -> int:
+    return convert("--from", "jmegatron", "--to", "hf", "--input", source, "--output", output, "--quiet", *words)
+
+
+def assert_same_steps(got: Path, expected: Path) -> None:
+    found, wanted = saved_arrays(got, 0), saved_arrays(expected, 0)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def change(folder: Path, name: str, value: float) -> None:
+    """Writes a folder anew with one number of a tensor changed."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].flat[3] = value
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_no_finite_numbers_are_one_message_and_nothing_is_left(
+    value, convert, llama, tmp_path, capsys
+):
+    change(llama, "model.layers.1.mlp.up_proj.weight", value)
+    assert imported(convert, llama, tmp_path / "ours") == 2
+    error = capsys.readouterr().err
+    assert "model.layers.1.mlp.up_proj.weight" in error
+    assert "1 of 1536 values" in error
+    assert not (tmp_path / "ours").exists()
+
+
+def test_what_cannot_be_exported_leaves_nothing_either(convert, llama, tmp_path, capsys, monkeypatch):
+    change(llama, "model.norm.weight", 1e5)
+    assert imported(convert, llama, tmp_path / "ours") == 0
+    assert exported(convert, tmp_path / "ours", tmp_path / "back", "--dtype", "fp16") == 2
+    assert "expected: at most 65504" in capsys.readouterr().err
+    read = StreamingReader.read
+    monkeypatch.setattr(StreamingReader, "read", lambda self, *place: read(self, *place) * np.float32(np.nan))
+    assert exported(convert, tmp_path / "ours", tmp_path / "back") == 2
+    assert "tensor model.embed_tokens.weight" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "ours"]
+
+
+@pytest.mark.parametrize("there", ["model.yaml", "huggingface/config.json", "7/manifest.json"])
+def test_an_output_that_holds_something_else_is_left_alone(there, convert, llama, tmp_path, capsys):
+    path = tmp_path / "ours" / there
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    assert imported(convert, llama, tmp_path / "ours") == 2
+    assert ("already there" if "7" not in there else "holds step 7") in capsys.readouterr().err
+    assert path.read_text() == "mine"
+    assert [p for p in (tmp_path / "ours").rglob("*") if p.is_file()] == [path]
+    assert imported(convert, llama, llama) == 2
+    assert "expected another folder than --input" in capsys.readouterr().err
+
+
+KILLED = """
+import builtins, os, signal, sys
+sys.path[:0] = sys.argv[1:3]
+import convert_checkpoint
+lines = []
+def tell(line, *args, **options):
+    lines.append(line)
+    if len(lines) == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+builtins.print = tell
+convert_checkpoint.main(sys.argv[3:])
+"""
+
+
+def killed(*words: object) -> None:
+    """Converts in a process that is killed before its ninth tensor."""
+    line = [sys.executable, "-c", KILLED, str(SCRIPT.parent), str(ROOT), *map(str, words)]
+    assert subprocess.run(line, env=environment(), timeout=120, check=False).returncode == -signal.SIGKILL
+
+
+def test_a_conversion_killed_with_signal_9_goes_on_and_ends_with_the_same_bits(convert, llama, tmp_path, capsys):
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    assert imported(convert, llama, tmp_path / "whole") == 0
+    killed("--from", "hf", "--to", "jmegatron", "--input", llama, "--output", ours)
+    assert [path.name for path in ours.iterdir()] == ["0.tmp"]
+    assert exported(convert, ours, back) == 2  # there is no step yet
+    assert imported(convert, llama, ours) == 0
+    assert_same_steps(ours, tmp_path / "whole")
+    killed("--from", "jmegatron", "--to", "hf", "--input", ours, "--output", back)
+    assert (tmp_path / "back.tmp").is_dir()
+    assert exported(convert, ours, back) == 0
+    assert sorted(path.name for path in back.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert load_file(back / "model.safetensors").keys() == load_file(llama / "model.safetensors").keys()
+
+
+def test_nothing_of_an_interrupted_conversion_stays_if_the_source_has_changed(convert, llama, tmp_path, monkeypatch):
+    write = StreamingWriter.write
+
+    def interrupted(self, name, *given):
+        write(self, name, *given)
+        if "mlp/up" in name:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamingWriter, "write", interrupted)
+        assert imported(convert, llama, tmp_path / "ours") == 130
+    change(llama, "model.embed_tokens.weight", 3.0)  # another download
+    assert imported(convert, llama, tmp_path / "ours") == 0
+    assert saved_arrays(tmp_path / "ours", 0)["parameters/embedding/word/embedding"].flat[3] == 3.0
+
+
+def test_a_disk_that_is_full_at_any_point_is_one_message_and_the_next_try_goes_on(
+    convert, llama, tmp_path, capsys, monkeypatch
+):
+    assert imported(convert, llama, tmp_path / "whole") == 0
+    fsync, calls = os.fsync, []
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == limit:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    for limit in (1, 2, 3, 9, 20, 22, 24):
+        ours = tmp_path / f"ours{limit}"
+        calls.clear()
+        monkeypatch.setattr(os, "fsync", full)
+        capsys.readouterr()
+        assert imported(convert, llama, ours) == 2, limit
+        assert capsys.readouterr().err.count("No space left") == 1
+        monkeypatch.setattr(os, "fsync", fsync)
+        assert imported(convert, llama, ours) == 0, capsys.readouterr().err
+        assert_same_steps(ours, tmp_path / "whole")

@@ -452,6 +452,7 @@ def torch() -> Any:
     return pytest.importorskip("torch", reason="writing needs torch, an optional dependency")
 
 
+@pytest.mark.interop_torch
 @pytest.mark.parametrize("name", [*CHECKPOINTS, TINY])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_loads_an_export_with_every_key_of_the_original(
@@ -506,6 +507,7 @@ def _differences(theirs: Any, ours: Any, path: str = "") -> list[str]:
     return [] if same else [f"{path}: {theirs!r}, got {ours!r}"]
 
 
+@pytest.mark.interop_torch
 def test_weights_may_be_exported_in_half_precision_and_padded(torch: Any, folder: Path, tmp_path: Path) -> None:
     settings = dataclasses.replace(reference_settings("llama_like"), vocab_size=120)
     ours = imported(folder / "llama_like_tp1", settings, tmp_path / "ours")

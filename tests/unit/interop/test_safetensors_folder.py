@@ -139,7 +139,7 @@ def test_a_tensor_of_integers_is_refused_when_read_and_a_file_that_shrank_as_wel
     with pytest.raises(ConfigError, match="I64"):
         folder.read("ids")
     os.truncate(tmp_path / "model.safetensors", 400)
-    with pytest.raises(ConfigError, match="shorter"):
+    with pytest.raises(UsageError, match="shorter"):
         folder.read("w")
 
 

@@ -513,6 +513,7 @@ def torch() -> Any:
     return pytest.importorskip("torch", reason="writing needs torch, an optional dependency")
 
 
+@pytest.mark.interop_torch
 def test_what_is_written_is_read_back(torch: Any, tmp_path: Path) -> None:
     path = write(tmp_path, 12, _tensors(), COMMON, {"x._extra_state/shard_0_1": [None]})
     assert path == tmp_path / "iter_0000012"
@@ -527,6 +528,7 @@ def test_what_is_written_is_read_back(torch: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(reader.read("a.stacked", 2), _tensors()[0].read(2))
 
 
+@pytest.mark.interop_torch
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_loads_what_is_written(torch: Any, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
@@ -545,6 +547,7 @@ def test_torch_loads_what_is_written(torch: Any, tmp_path: Path) -> None:
     assert vars(common["args"]) == COMMON["args"]
 
 
+@pytest.mark.interop_torch
 @pytest.mark.parametrize("name", ["iter_0000012", torch_dist.TRACKER])
 def test_nothing_is_written_over_a_checkpoint(torch: Any, name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
@@ -553,6 +556,7 @@ def test_nothing_is_written_over_a_checkpoint(torch: Any, name: str, tmp_path: P
     assert os.listdir(tmp_path) == [name]
 
 
+@pytest.mark.interop_torch
 def test_a_writer_that_fails_leaves_nothing_and_one_that_was_killed_is_replaced(torch: Any, tmp_path: Path) -> None:
     def fail(_: int | None) -> np.ndarray:
         raise UsageError("no such layer")
