@@ -2,8 +2,8 @@
 
 Exit status: 0 done, also after SIGTERM or SIGINT (the step is finished, and saved where --save says so); 2 an option, a
 file or a folder cannot be used, or the processes of the job differ (one message says which); 3 another process of the
-job failed, as its own log says; 128 + number of the signal: a signal before the first step, or a second one; 1 anything
-else.
+job failed, as its own log says, or, of a dry run, the step does not fit its GPUs; 128 + number of the signal: a signal
+before the first step, or a second one; 1 anything else.
 """
 
 import logging
@@ -22,6 +22,12 @@ def main(argv: list[str], job: Job | None = None) -> int:
     config = parse_or_exit(argv, _describe_processes)
     try:
         # After parsing: a wrong option must not wait for jax to load.
+        if config.hardware.dry_run:
+            # Before jax is imported: its CUDA plugin, which is the compiler, fails its own checks without a GPU.
+            os.environ["JAX_PLATFORMS"] = "cpu"
+            from jmegatron.training.dry_run import run as dry_run
+
+            return dry_run(config)
         from jmegatron.training.distributed import join
         from jmegatron.training.loop import run
 

@@ -20,9 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from jmegatron.config.command_line import CommandLine, nearest, parse_command_line, why_unsupported
 from jmegatron.config.megatron_flags import ALIASES, IGNORED, VALUE_ALIASES
-from jmegatron.config.options import Option, flag_of, options, problem
+from jmegatron.config.options import REQUIRED, Option, flag_of, options, problem
 from jmegatron.config.resolution import resolve
-from jmegatron.config.sections import SECTIONS, Config
+from jmegatron.config.sections import PLANNED, SECTIONS, Config
 from jmegatron.config.validation import validate
 from jmegatron.errors import ConfigError, UsageError
 
@@ -58,30 +58,39 @@ def parse_or_exit(argv: Sequence[str], describe_processes: Callable[[Config], st
     return config
 
 
-def load_config(argv: Sequence[str]) -> Config:
+def load_config(argv: Sequence[str], fallbacks: Values | None = None) -> Config:
     """Returns the validated config of a command line, resolved as far as it can be without tokenizer and devices.
 
     Args:
         argv: The arguments after the program's name, `--config FILE` among them or not.
+        fallbacks: Option name -> value that only replaces the default.
 
     Raises:
         ConfigError: An option is unknown, has the wrong type, or does not fit together with another one.
         SystemExit: `--help` was asked for.
     """
-    return _load(parse_command_line(argv))
+    line = parse_command_line(argv)
+    return _load(line._replace(fallbacks={**(fallbacks or {}), **line.fallbacks}))
 
 
 def _load(line: CommandLine) -> Config:
     """Merges, checks and resolves."""
     from_file = _read_file(line.config_file) if line.config_file is not None else {}
-    config = _build(
+    planned = line.values.get("auto_parallel", from_file.get("auto_parallel")) is True
+    build = lambda from_file: _build(  # noqa: E731
         (line.fallbacks, lambda option: option.flag),
         (from_file, lambda option: f"{line.config_file}, key {option.section}.{option.name}"),
         (_without_null(line.values), lambda option: option.flag),
     )
+    config = build(from_file)
+    if planned:
+        # The file's layout gives way, but for the micro-batch, which has no default to go back to.
+        free = {name for name in PLANNED if options()[name].default is not REQUIRED}
+        config = build({name: value for name, value in from_file.items() if name not in free})
     validate(config)
     _check_no_position_embedding(config, dict(line.ignored_flags))
-    return dataclasses.replace(resolve(config), ignored_flags=line.ignored_flags)
+    fixed = tuple(name for name in PLANNED if planned and name in line.values)
+    return dataclasses.replace(resolve(config), ignored_flags=line.ignored_flags, fixed_options=fixed)
 
 
 def config_from_yaml(text: str, where: str = "YAML text") -> Config:

@@ -148,7 +148,6 @@ _DATA = "samples are cut from packed documents only"
 _CHECKPOINT = "a checkpoint is always saved whole; --no-load-optim and --finetune restore a part"
 _OPTIMIZERS = "adam, sgd, lion and muon are the optimizers"
 _MUON = "muon has no such switch here"
-_PLANNER = "the dry run is not implemented yet"
 _LOG = "this figure is not logged yet"
 _ATTENTION = "only plain and grouped-query attention are implemented"
 
@@ -232,11 +231,6 @@ UNSUPPORTED = (
     OtherFlag("--log-num-zeros-in-grad", 0, _LOG),
     OtherFlag("--log-memory-to-tensorboard", 0, _LOG),
     OtherFlag("--profile-ranks", MANY, "the trace is that of the first process so far"),
-    OtherFlag("--dry-run", 0, _PLANNER),
-    OtherFlag("--target-gpu", 1, _PLANNER),
-    OtherFlag("--num-gpus", 1, _PLANNER),
-    OtherFlag("--gpus-per-node", 1, _PLANNER),
-    OtherFlag("--auto-parallel", 0, _PLANNER),
     OtherFlag("--tp-comm-overlap", 0, "overlap of tensor-parallel communication is not implemented yet"),
     OtherFlag("--deterministic-mode", 0, "not implemented; XLA_FLAGS=--xla_gpu_deterministic_ops=true does it on GPUs"),
     OtherFlag("--enable-cuda-graph", 0, "CUDA graphs are XLA's affair; see --xla_gpu_enable_command_buffer"),

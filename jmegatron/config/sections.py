@@ -132,6 +132,8 @@ class ParallelConfig:
     """Reduce each layer's gradients while backward of the last micro-batch still runs. The results are the same."""
     overlap_param_gather: bool = False
     """Gather each layer's parameters while forward of the first micro-batch runs. Needs use_distributed_optimizer and overlap_grad_reduce. The results are the same."""  # noqa: E501
+    auto_parallel: bool = False
+    """Own option: let the planner choose the degrees above except cp_comm_type, the chunks, micro_batch_size and recomputation, for the devices at hand or num_gpus of a dry run. What the command line gives of these stays; what a YAML file says of them gives way."""  # noqa: E501
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,6 +390,22 @@ class HardwareConfig:
     """Own option: processes of the job; 1 looks at no launcher's variables. Derived as coordinator_address."""
     process_id: int | None = None
     """Own option: number of this process, from 0. Derived as coordinator_address."""
+    xla_flags: str | None = None
+    """Own option: XLA options of the training step, such as "xla_gpu_enable_latency_hiding_scheduler=false", over the recommended ones; the environment's XLA_FLAGS win over both."""  # noqa: E501
+    no_recommended_xla_flags: bool = False
+    """Own option: set no XLA option but those of xla_flags."""
+    dry_run: bool = False
+    """Own option: compile the training step for GPUs that need not be there, report memory, traffic and time, and exit; with status 3 if it does not fit."""  # noqa: E501
+    target_gpu: Literal["a100", "h100", "h200", "b200"] = "h100"
+    """Own option: GPU of a dry run."""
+    num_gpus: int | None = None
+    """Own option: GPUs of a dry run. Derived: those of one replica of the model."""
+    gpus_per_node: int = 8
+    """Own option: GPUs of a dry run that NVLink joins."""
+    report: str | None = None
+    """Own option: folder that takes a dry run's report.json and report.html."""
+    assumed_tflops: float | None = None
+    """Own option: model TFLOP/s of a GPU that a dry run takes for its step time. Not set: a roofline of card and links."""  # noqa: E501
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,7 +422,34 @@ class Config:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     ignored_flags: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     """(flag, reason) of each Megatron flag on the command line that has no effect here, for the start-up log."""
+    fixed_options: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Those of `PLANNED` that the command line gives, with auto_parallel."""
 
+
+PLANNED = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+    "pipeline_schedule",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "micro_batch_size",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+)
+"""Options that auto_parallel decides unless the command line gives them."""
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,

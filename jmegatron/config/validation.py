@@ -107,6 +107,10 @@ _RANGES: dict[str, tuple[int | float, int | float]] = {
     "distributed_timeout_minutes": (1, _INF),
     "num_processes": (1, _INF),
     "process_id": (0, _INF),
+    # Each GPU that is compiled for is an object here.
+    "num_gpus": (1, 2**17),
+    "gpus_per_node": (1, _INF),
+    "assumed_tflops": (0, _INF),
 }
 _LARGEST = 2**63 - 1
 DATA_SOURCES = (
@@ -138,6 +142,7 @@ _OPEN_BELOW = {
     "norm_epsilon",
     "adam_eps",
     "init_method_std",
+    "assumed_tflops",
 }
 
 
@@ -184,6 +189,7 @@ def validate(config: Config) -> None:
         _check_sft,
         _check_split_sources,
         _check_split,
+        _check_dry_run,
         _check_batch,
         _check_outputs,
         _check_profile,
@@ -203,15 +209,16 @@ def validate_for_devices(config: Config, num_devices: int) -> int:
     """
     names = tuple(_degrees(config))
     product = math.prod(_degrees(config).values())
+    devices_option = "num_gpus" if config.hardware.dry_run else "num_cpu_devices"
     if num_devices < 1 or num_devices % product:
         sizes = ", ".join(f"{name} {size}" for name, size in _degrees(config).items() if size > 1)
         raise problem(
             "The devices cannot be divided among the degrees of parallelism.",
-            where=(*(name for name in names if _degrees(config)[name] > 1), "num_cpu_devices"),
+            where=(*(name for name in names if _degrees(config)[name] > 1), devices_option),
             got=f"{num_devices} devices; {sizes}, product {product}",
             expected="the number of devices to be a multiple of the product",
-            fix=f"lower a degree so that the product divides {num_devices}, or use a multiple of {product} devices "
-            f"(--num-cpu-devices {product} makes virtual ones)",
+            fix=f"lower a degree so that the product divides {num_devices}, or use a multiple of {product} devices"
+            + ("" if config.hardware.dry_run else f" (--num-cpu-devices {product} makes virtual ones)"),
         )
     dp = num_devices // product
     replicas = dp * config.parallel.expert_model_parallel_size
@@ -970,9 +977,37 @@ def _check_batch(config: Config) -> None:
             expected="global_batch_size to be a multiple of micro_batch_size times the data-parallel size",
             fix=f"set --global-batch-size to {_nearest_multiple(batch, micro)}, or change --micro-batch-size",
         )
-    cpus = config.hardware.num_cpu_devices
-    if cpus is not None:
-        validate_for_devices(config, cpus * (config.hardware.num_processes or 1))
+    hardware = config.hardware
+    if config.parallel.auto_parallel:
+        return  # the planner looks for degrees that fit the devices
+    if hardware.dry_run:
+        validate_for_devices(config, hardware.num_gpus or math.prod(_degrees(config).values()))
+    elif hardware.num_cpu_devices is not None:
+        validate_for_devices(config, hardware.num_cpu_devices * (hardware.num_processes or 1))
+
+
+def _check_dry_run(config: Config) -> None:
+    hardware = config.hardware
+    if not hardware.dry_run:
+        for name in ("num_gpus", "report", "assumed_tflops"):
+            if getattr(hardware, name) is not None:
+                raise problem(
+                    f"{name} is an option of a dry run.",
+                    where=(name, "dry_run"),
+                    got=f"{name} {getattr(hardware, name)}, no dry_run",
+                    expected="dry_run to be given as well",
+                    fix=f"add --dry-run, or remove {flag_of(name)}",
+                )
+        return
+    num_gpus, node = hardware.num_gpus, hardware.gpus_per_node
+    if num_gpus is not None and num_gpus > node and num_gpus % node:
+        raise problem(
+            "The GPUs do not make whole nodes.",
+            where=("num_gpus", "gpus_per_node"),
+            got=f"num_gpus {num_gpus}, gpus_per_node {node}",
+            expected="num_gpus to be a multiple of gpus_per_node, or less",
+            fix=f"set --num-gpus to {_nearest_multiple(num_gpus, node)}, or change --gpus-per-node",
+        )
 
 
 # --- outputs -----------------------------------------------------------------------------------------------------

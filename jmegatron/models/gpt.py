@@ -334,6 +334,26 @@ def gpt_output_loss(
     )
 
 
+def gpt_output_logits(
+    parameters: Tree,
+    x: Float[Array, "batch seq_local hidden"],
+    settings: GPTSettings,
+    parallel: LayerParallel,
+    pipeline: PipelineParallel = ONE_STAGE,
+) -> Float[Array, "batch seq vocab_local"]:
+    """Returns this rank's columns of the logits over the padded vocabulary, from the last layer's output.
+
+    Communication: an all-gather of x over tp under sequence parallelism; backward as `gpt_output_loss`. Arguments as
+    there.
+    """
+    kernel, transposed = _output_kernel(parameters, settings)
+    h = _final_norm(parameters, x, settings)
+    if pipeline.axis is not None:
+        h = copy_to(h, pipeline.axis)
+    h = enter_region(h, parallel.axis, sequence_parallel=parallel.sequence_parallel)
+    return matmul(h, kernel.T if transposed else kernel)
+
+
 def _final_norm(parameters: Tree, x: Array, settings: GPTSettings) -> Array:
     return norm(
         parameters["final_norm"],
@@ -436,8 +456,5 @@ def gpt_logits(
 
     Communication: that of `gpt_hidden`, over tp.
     """
-    ids = jnp.zeros(tokens.shape[0], jnp.uint32)
-    x = gpt_hidden(parameters, tokens, ids, settings, parallel)
-    kernel, transposed = _output_kernel(parameters, settings)
-    x = enter_region(x, parallel.axis, sequence_parallel=parallel.sequence_parallel)
-    return matmul(x, kernel.T if transposed else kernel)
+    batch = Tokens(tokens, None, None, jnp.zeros(tokens.shape[0], jnp.uint32))
+    return gpt_output_logits(parameters, _last_layer(parameters, batch, settings, parallel, None), settings, parallel)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jmegatron.collectives import sum_over, vary, vary_like
@@ -120,7 +121,12 @@ class _Ticks(StageRunner):
 
     def run(self) -> Carry:
         """Runs all ticks and returns the last carry."""
-        carry, first = self.start(), 0
+        # Named so that a traced step tells what goes from tick to tick (`planner.buffers`); no operation.
+        carry = {
+            name: jax.tree.map(lambda x, name=name: checkpoint_name(x, f"carry/{name}"), part)
+            for name, part in self.start().items()
+        }
+        first = 0
         for loop in loop_nest(self.tables.kinds):
             carry = self._run_loop(loop, carry, self._rows(first, first + loop.num_ticks))
             first += loop.num_ticks

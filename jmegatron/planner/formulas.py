@@ -171,6 +171,11 @@ def model_flops_per_step(shape: GPTShape, tokens_per_step: int, causal_skip: boo
     return 3 * forward_flops_per_token(shape, causal_skip) * tokens_per_step
 
 
+def flops_6nd(num_parameters: int | float, tokens: int) -> float:
+    """6 N D: the rule of thumb for FLOPs of forward and backward, all parameters counted and attention left out."""
+    return 6.0 * num_parameters * tokens
+
+
 def executed_flops_per_step(
     shape: GPTShape,
     tokens_per_step: int,

@@ -12,7 +12,7 @@ import functools
 import importlib.resources
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -94,10 +94,29 @@ def compile_for(step: Any, *args: Any, compiler_options: Mapping[str, Any] | Non
         *args: trees of `jax.ShapeDtypeStruct` with shardings over `compile_only_devices`, or over real ones.
         compiler_options: XLA options by name, over `COMPILER_OPTIONS`.
     """
+    return compile_traced(step.trace(*args), args, compiler_options)
+
+
+def compile_traced(
+    traced: Any,
+    args: Any,
+    compiler_options: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] = lambda phase: None,
+) -> jax.stages.Compiled:
+    """`compile_for` of a step that has been traced (`step.trace(*args)`).
+
+    Args:
+        traced: the trace.
+        args: what it was traced with.
+        compiler_options: XLA options by name, over `COMPILER_OPTIONS`.
+        progress: is told "lowering" and "compiling" when each begins.
+    """
     platforms = {device.platform for leaf in jax.tree.leaves(args) for device in leaf.sharding.device_set}
     options = dict(COMPILER_OPTIONS) if "gpu" in platforms else {}
-    lowered = step.trace(*args).lower(lowering_platforms=("cuda",) if "gpu" in platforms else None)
+    progress("lowering")
+    lowered = traced.lower(lowering_platforms=("cuda",) if "gpu" in platforms else None)
     options |= compiler_options or {}
+    progress("compiling")
     if "gpu" not in platforms:
         return lowered.compile(compiler_options=options)
     with _without_persistent_cache():

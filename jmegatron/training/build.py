@@ -9,6 +9,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 
 from jmegatron.config import Config, attention_window, cp_comm_types, layer_split_of
+from jmegatron.config.layer_split import chunk_lengths, num_chunks_of
 from jmegatron.context_parallel.layout import WHOLE_SEQUENCE, CommType, ContextParallel
 from jmegatron.errors import ConfigError
 from jmegatron.layers.attention import AttentionSettings
@@ -23,6 +24,7 @@ from jmegatron.optimizer.loss_scaler import LossScalerSettings
 from jmegatron.optimizer.optimizers import OptimizerSettings
 from jmegatron.optimizer.schedules import START, LearningRateSchedule, Position, WeightDecaySchedule
 from jmegatron.pipeline.layout import pipeline_layout
+from jmegatron.planner.costs import Layout
 from jmegatron.planner.formulas import GPTShape
 from jmegatron.training.stages import PipelineSettings
 from jmegatron.training.step import StepSettings
@@ -315,4 +317,43 @@ def formula_shape(config: Config) -> GPTShape:
         num_positions=model.max_position_embeddings if learned else 0,
         qk_norm=model.qk_layernorm,
         window=attention_window(model),
+    )
+
+
+def formula_layout(config: Config, data_parallel_size: int, gpus_per_node: int = 8) -> Layout:
+    """Returns the layout that the closed forms take of a resolved config.
+
+    Args:
+      config: resolved.
+      data_parallel_size: length of the mesh axis dp, as `validate_for_devices` returns it.
+      gpus_per_node: devices that NVLink joins.
+    """
+    parallel, training = config.parallel, config.training
+    split = layer_split_of(config)
+    ranks = data_parallel_size * parallel.expert_model_parallel_size
+    return Layout(
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        dp=data_parallel_size,
+        cp=parallel.context_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        num_chunks=num_chunks_of(split),
+        micro_batch_size=training.micro_batch_size,
+        num_microbatches=_batch(config) // (training.micro_batch_size * ranks),
+        sequence_parallel=layer_parallel(config).sequence_parallel,
+        distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        recompute=training.recompute_granularity,
+        recompute_method=training.recompute_method or "uniform",
+        recompute_num_layers=training.recompute_num_layers or 1,
+        recompute_modules=training.recompute_modules,
+        parameter_bytes=jnp.dtype(compute_dtype(config)).itemsize,
+        optimizer=config.optimizer.optimizer,
+        dropout=config.model.hidden_dropout > 0,
+        schedule=parallel.pipeline_schedule or "",
+        group_size=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+        chunk_lengths=chunk_lengths(split),
+        cp_comm_type=parallel.cp_comm_type[0],
+        gpus_per_node=gpus_per_node,
     )

@@ -6,6 +6,7 @@ compiled by itself. What is compared has the form of a checkpoint: layers in ord
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jmegatron import partition
 from jmegatron.config import Config
 from jmegatron.config.options import options, problem
 from jmegatron.optimizer.optimizers import global_norm
-from jmegatron.training.program import Program, compiler_options
+from jmegatron.training.program import Program
 from jmegatron.training.step import make_gradient_function
 
 _NOT_THE_MODEL = ("make_vocab_size_divisible_by", "num_workers", "data_cache_path")
@@ -90,16 +91,14 @@ def start_weights(program: Program, state: Any = None) -> Any:
     return jax.device_get(jax.tree.unflatten(structure, [arrays[name] for name in names]))
 
 
-def run_step(program: Program, weights: Any, arrays: dict[str, np.ndarray]) -> StepResult:
-    """Returns loss and gradients of a program; compiles it.
+def place_weights(program: Program, weights: Any) -> Any:
+    """Returns the parameters that a program computes with, in its compute dtype and where it has them.
 
-    Communication: as of `make_gradient_function`; layers move to and from the pipeline's places; all leaves come to
-    the host.
+    Communication: layers move to the pipeline's places.
 
     Args:
       program: of a run.
-      weights: as of `start_weights`, perhaps of a model whose padding is trained and of another size.
-      arrays: the rows of a global batch.
+      weights: see `run_step`.
     """
     specs, canonical = program.specs, program.canonical_specs
     shardings = partition.shardings(canonical, program.mesh)
@@ -109,6 +108,15 @@ def run_step(program: Program, weights: Any, arrays: dict[str, np.ndarray]) -> S
         placed = partition.map_specs(partition.from_canonical, specs, values, shardings)
         return jax.tree.map(lambda p: p.astype(program.settings.compute_dtype), placed)
 
+    return jax.jit(place, out_shardings=partition.shardings(specs, program.mesh))(jax.device_put(fitted, shardings))
+
+
+def gradient_step(program: Program) -> Callable[[Any, dict[str, np.ndarray]], StepResult]:
+    """Returns (parameters of `place_weights`, rows of a global batch) -> loss and gradients; the first call compiles.
+
+    Communication: as of `make_gradient_function`; layers move from the pipeline's places; all leaves come to the host.
+    """
+    specs, shardings = program.specs, partition.shardings(program.canonical_specs, program.mesh)
     gradient_function = make_gradient_function(program.settings, program.mesh)
 
     def step(parameters: Any, batch: Any, key: Any) -> Any:
@@ -116,12 +124,27 @@ def run_step(program: Program, weights: Any, arrays: dict[str, np.ndarray]) -> S
         loss = report["loss_sum"] / jnp.maximum(report["num_tokens"], 1.0)
         return loss, global_norm(gradients), partition.map_specs(partition.to_canonical, specs, gradients, shardings)
 
-    place = jax.jit(place, out_shardings=partition.shardings(specs, program.mesh))
-    step = jax.jit(step, out_shardings=(None, None, shardings), compiler_options=compiler_options(program.mesh))
-    parameters = place(jax.device_put(fitted, shardings))
-    loss, norm, gradients = jax.device_get(step(parameters, program.put(arrays), program.dropout_key()))
-    leaves = jax.tree_util.tree_flatten_with_path(gradients)[0]
-    return StepResult(float(loss), float(norm), {partition.path_of(path): leaf for path, leaf in leaves})
+    step = jax.jit(step, out_shardings=(None, None, shardings), compiler_options=program.xla_options.values)
+
+    def run(parameters: Any, arrays: dict[str, np.ndarray]) -> StepResult:
+        loss, norm, gradients = jax.device_get(step(parameters, program.put(arrays), program.dropout_key()))
+        leaves = jax.tree_util.tree_flatten_with_path(gradients)[0]
+        return StepResult(float(loss), float(norm), {partition.path_of(path): leaf for path, leaf in leaves})
+
+    return run
+
+
+def run_step(program: Program, weights: Any, arrays: dict[str, np.ndarray]) -> StepResult:
+    """Returns loss and gradients of a program; compiles it.
+
+    Communication: as of `place_weights` and `gradient_step`.
+
+    Args:
+      program: of a run.
+      weights: as of `start_weights`, perhaps of a model whose padding is trained and of another size.
+      arrays: the rows of a global batch.
+    """
+    return gradient_step(program)(place_weights(program, weights), arrays)
 
 
 def _fitted(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

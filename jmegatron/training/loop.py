@@ -52,6 +52,7 @@ from jmegatron.training.resume import (
 from jmegatron.training.samples import build_data
 from jmegatron.training.state import TrainState
 from jmegatron.training.straggler import StragglerLog
+from jmegatron.training.xla_flags import check_environment
 
 STEPS_AHEAD = 2
 """Steps that may be queued on the devices while the host goes on."""
@@ -71,6 +72,7 @@ def run(config: Config, devices: list[Any] | None = None, job: Job | None = None
     """
     job = job or Job()
     startup.check_outputs(config)
+    check_environment()
     startup.configure_devices(config)
     job.watch("finding the devices")
     devices = devices or jax.devices()
@@ -81,7 +83,8 @@ def run(config: Config, devices: list[Any] | None = None, job: Job | None = None
     job.watch("checking the checkpoint", SLOW_MINUTES)
     peers = Peers(job.index, job.count, job.store, SLOW_MINUTES * 60)
     resume = find_checkpoint(config.checkpoint, _say_first, peers)
-    config, tokenizer = resolve_for_run(keep_padding(config, resume) if resume else config, len(devices))
+    config = keep_padding(config, resume) if resume else config
+    config, tokenizer = resolve_for_run(config, len(devices), devices[0].device_kind, _say_first)
     if resume:
         check_same_model(config, resume)
         config = keep_schedules(config, resume, _say_first)
@@ -95,7 +98,8 @@ def run(config: Config, devices: list[Any] | None = None, job: Job | None = None
         agree(job, "data", data_facts(jax.local_devices(), sources, resume.identity if resume else None))
     program = build_program(config, devices, resume.position if resume else START)
     schedule = program.settings.pipeline.build(program.num_microbatches)
-    for line in startup.startup_lines(config, program.mesh, program.specs, cache) + startup.pipeline_lines(schedule):
+    lines = startup.startup_lines(config, program.mesh, program.specs, cache, program.xla_options.lines)
+    for line in lines + startup.pipeline_lines(schedule):
         _say_first(line)
     if config.logging.log_ranks:
         for line in startup.rank_lines(program.mesh, job.hosts):

@@ -6,7 +6,7 @@ No communication here; collectives happen inside the steps.
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,11 +19,12 @@ from jmegatron.config import Config, resolve, validate_for_devices
 from jmegatron.data.indexed_dataset import best_dtype
 from jmegatron.data.sampler import CyclicOrder, SampleOrder, SequentialOrder
 from jmegatron.data.tokenizers import build_tokenizer, tokenizer_settings
-from jmegatron.mesh import PIPELINE_AXIS, SEQUENCE_AXIS, build_mesh
+from jmegatron.mesh import build_mesh
 from jmegatron.optimizer.optimizers import build_optimizer, map_parameters
 from jmegatron.optimizer.schedules import START, LearningRateSchedule, Position
 from jmegatron.training.batches import BatchPlacer, CompactBatch, compact_shardings
 from jmegatron.training.build import decoupled_schedule, learning_rate_schedule, step_settings
+from jmegatron.training.planning import auto_parallel
 from jmegatron.training.state import (
     TrainState,
     data_shardings,
@@ -34,6 +35,7 @@ from jmegatron.training.state import (
     train_state_shardings,
 )
 from jmegatron.training.step import StepSettings, make_train_step
+from jmegatron.training.xla_flags import StepOptions, step_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +178,20 @@ class Program:
             step,
             donate_argnums=0,
             out_shardings=(self.state_shardings, None),
-            compiler_options=compiler_options(self.mesh),
+            compiler_options=self.xla_options.values,
         )
+
+    @functools.cached_property
+    def xla_options(self) -> StepOptions:
+        """The XLA options of the step.
+
+        Raises:
+          ConfigError: the installed jaxlib does not know one of `--xla-flags`.
+        """
+        on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
+        hardware = self.config.hardware
+        use_recommended = not hardware.no_recommended_xla_flags
+        return step_options(dict(self.mesh.shape), on_gpu, hardware.xla_flags, use_recommended)
 
     @property
     def microbatch_width(self) -> int:
@@ -229,22 +243,6 @@ class Program:
         return CyclicOrder(num_samples, self.config.training.micro_batch_size, data_ranks, sharded)
 
 
-# Both let permutes run beside compute. A pipeline's run beside whole loops over layers: the first pass would move a
-# permute to another tick of the loop, and the limit counts the collectives inside the loop that the permute is to
-# overlap. In the backward of context parallelism two permutes run beside the same attention kernel.
-_PERMUTE_OPTIONS: dict[str, Any] = {
-    "xla_disable_hlo_passes": "collective-permute-motion",
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-}
-
-
-def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """Returns the XLA options that a step on the mesh needs."""
-    on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
-    permutes = mesh.shape[PIPELINE_AXIS] > 1 or mesh.shape[SEQUENCE_AXIS] > 1
-    return dict(_PERMUTE_OPTIONS) if on_gpu and permutes else {}
-
-
 def state_shardings(settings: StepSettings, specs: Any, optimizer: Any, mesh: Mesh) -> TrainState:
     """Returns the TrainState of NamedSharding of a step's settings, for parameters declared by `specs`."""
     return train_state_shardings(
@@ -288,16 +286,30 @@ def build_program(config: Config, devices: list[Any], position: Position = START
     return program
 
 
-def resolve_for_run(config: Config, num_devices: int) -> tuple[Config, Any]:
+def resolve_for_run(
+    config: Config, num_devices: int, device_kind: str = "", say: Callable[[str], None] = lambda text: None
+) -> tuple[Config, Any]:
     """Returns (the config with everything derived, the tokenizer).
+
+    Args:
+      config: the options.
+      num_devices: of all processes.
+      device_kind: of the devices, for `--auto-parallel`.
+      say: prints which layout `--auto-parallel` chose.
 
     Raises:
       UsageError: the tokenizer cannot be read.
-      ConfigError: the options do not fit the devices or the vocabulary.
+      ConfigError: the options do not fit the devices or the vocabulary, or no layout fits the devices.
     """
-    dp = validate_for_devices(config, num_devices)
+    if not config.parallel.auto_parallel:
+        validate_for_devices(config, num_devices)  # first what is known without the tokenizer
     data = config.data
     made_up = data.mock_data and config.model.vocab_size is not None
     tokenizer = None if made_up else build_tokenizer(**tokenizer_settings(data), vocab_size=config.model.vocab_size)
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
+    if config.parallel.auto_parallel:
+        config, lines = auto_parallel(resolve(config, vocab_size), num_devices, device_kind)
+        for line in lines:
+            say(line)
+    dp = validate_for_devices(config, num_devices)
     return resolve(config, vocab_size, dp * config.parallel.expert_model_parallel_size), tokenizer

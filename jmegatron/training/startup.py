@@ -119,13 +119,14 @@ def versions() -> dict[str, str]:
     return {"jmegatron": jmegatron.__version__, "python": platform.python_version(), **packages}
 
 
-def startup_lines(config: Config, mesh: Mesh, specs: Any, cache: str) -> list[str]:
+def startup_lines(config: Config, mesh: Mesh, specs: Any, cache: str, xla_options: Sequence[str] = ()) -> list[str]:
     """Returns the start-up log: versions, devices, flags, mesh, attention, parameters and memory by part."""
     devices = mesh.devices.flatten()
     lines = [
         "versions: " + ", ".join(f"{name} {version}" for name, version in versions().items()),
         f"devices: {devices.size} x {devices[0].device_kind} ({devices[0].platform}), {jax.process_count()} processes",
         f"XLA_FLAGS: {os.environ.get('XLA_FLAGS') or '(none)'}",
+        *xla_options,
         f"compilation cache: {cache}",
         "mesh: "
         + ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
