@@ -29,6 +29,7 @@ from benchmark_pipeline import HEADS, HIDDEN, NUM_GPUS, SEQ, VOCAB, run_with_log
 
 from jmegatron.config import load_config
 from jmegatron.planner import cards, hlo
+from jmegatron.planner.hlo_schedule import bodies_of, executions
 from jmegatron.planner.topology import compile_for, compile_only_devices
 from jmegatron.training.program import Program, build_program, resolve_for_run
 
@@ -95,21 +96,6 @@ def compile_case(case: Case) -> dict[str, Any]:
             for record in records
         ],
     }
-
-
-def bodies_of(module: hlo.Module) -> dict[str, str]:
-    """Returns the computation that each loop runs."""
-    return {each.name: each.called("body")[0] for each, _ in hlo.walk(module) if each.opcode == "while"}
-
-
-def executions(module: hlo.Module) -> dict[str, int]:
-    """Returns how often a step runs the entry computation and the body of each loop."""
-    bodies, times = bodies_of(module), {module.entry.name: 1}
-    for loop in hlo.loops(module):
-        if loop.trip_count is None or loop.site.executions is None:
-            raise RuntimeError(f"{loop.name}: the program does not tell how often it runs")
-        times[bodies[loop.name]] = loop.trip_count * loop.site.executions
-    return times
 
 
 def compile_with_log(case: Case) -> dict[str, Any]:

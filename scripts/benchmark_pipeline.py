@@ -19,11 +19,10 @@ import collections
 import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 # Before jax is imported: no GPU is needed, and autotuning would need one.
@@ -32,6 +31,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from jmegatron.config import load_config
 from jmegatron.pipeline.schedule import rings
 from jmegatron.planner import formulas, hlo
+from jmegatron.planner.hlo_schedule import SCHEDULER_LOG, bodies_of, scheduler_statistics
 from jmegatron.planner.topology import compile_for, compile_only_devices
 from jmegatron.training.build import formula_shape
 from jmegatron.training.program import Program, build_program, resolve_for_run
@@ -39,11 +39,6 @@ from jmegatron.training.program import Program, build_program, resolve_for_run
 NUM_GPUS, TP = 8, 2
 HIDDEN, SEQ, VOCAB, HEADS = 4096, 4096, 32768, 32
 KINDS = ("collective-permute", "all-reduce", "all-gather", "reduce-scatter")
-SCHEDULER_LOG = {
-    "TF_CPP_MIN_LOG_LEVEL": "0",
-    "TF_CPP_MAX_VLOG_LEVEL": "1",
-    "TF_CPP_VMODULE": "latency_hiding_scheduler=1",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +108,7 @@ def steady_ticks(module: Any, mesh_shape: dict[str, int]) -> list[dict[str, Any]
     for loop in loops:
         if loop.site.loops:
             inside[loop.site.loops[-1]].append(loop)
-    body = {each.name: each.called("body")[0] for each, _ in hlo.walk(module) if each.opcode == "while"}
+    body = bodies_of(module)
     pairs = {pair.operation: pair for pair in hlo.async_pairs(module, mesh_shape)}
     found = []
     for loop in loops:
@@ -152,27 +147,6 @@ def steady_ticks(module: Any, mesh_shape: dict[str, int]) -> list[dict[str, Any]
 
 
 # ---- XLA's log ----------------------------------------------------------------------------------------------------
-def scheduler_statistics(lines: Iterable[bytes]) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns microseconds by "before" or "after" scheduling, computation and kind, as the scheduler's log gives them.
-
-    Args:
-        lines: the log; hundreds of megabytes, of which one line is held at a time.
-    """
-    found: dict[str, dict[str, dict[str, float]]] = {"before": {}, "after": {}}
-    when, name = "before", ""
-    for line in lines:
-        if not any(word in line for word in (b"ycles", b"tatistics ", b"For computation")):
-            continue
-        text = line.decode(errors="replace")
-        if match := re.search(r"Statistics (before|after) scheduling", text):
-            when = match.group(1)
-        elif match := re.search(r"For computation: (\S+),", text):
-            name = match.group(1)
-        elif match := re.search(r"(Wasted cycles for ([\w -]+)|Total cycles): ([\d.e+]+)\s*$", text):
-            found[when].setdefault(name, {})[match.group(2) or "total"] = float(match.group(3))
-    return found
-
-
 def run_with_log(script: str, case: Any) -> tuple[dict[str, Any], dict[str, dict[str, dict[str, float]]]]:
     """Returns (the JSON that `script --case` prints, what XLA's scheduler logs meanwhile), from a process of its own.
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from training_runs import ROOT, environment
+from training_runs import ROOT, quick_environment
 
 _MODEL = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --lr 1e-2"
@@ -39,11 +39,6 @@ class Ended:
         return self.err.rstrip().splitlines()[-1]
 
 
-def job_environment() -> dict[str, str]:
-    """That of a run, without LLVM's optimisation, which takes most of a compile."""
-    return {**environment(), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-
-
 def command(*options: str, fault: str | None = None, devices: int = 1) -> list[str]:
     """A training command with `devices` CPU devices a process; `fault`: PROCESS STEP KIND of faulty_train.py."""
     program = [FAULTY, *fault.split()] if fault else [str(ROOT / "train.py")]
@@ -57,7 +52,7 @@ def launch(
     start = [sys.executable, str(ROOT / "scripts" / "launch_local.py"), "-n", str(count), *launcher, "--"]
     done = subprocess.run(
         [*start, *command(*options, fault=fault, devices=devices)],
-        env=job_environment(),
+        env=quick_environment(),
         cwd=folder,
         capture_output=True,
         text=True,
@@ -79,7 +74,7 @@ def run_alone(
     processes = [
         subprocess.Popen(
             [*command(*options, *(own[index] if own else ()), fault=fault), *job, str(index)],
-            env=job_environment(),
+            env=quick_environment(),
             cwd=folder,
             stdout=files[index][0],
             stderr=files[index][1],

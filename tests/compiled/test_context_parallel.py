@@ -21,7 +21,7 @@ from jmegatron.mesh import build_mesh
 from jmegatron.ops.attention import ATTENTION_LSE, ATTENTION_OUT
 from jmegatron.planner import hlo
 from jmegatron.planner.topology import compile_for, compile_only_devices, gpu_compiler_available
-from jmegatron.training.program import compiler_options
+from jmegatron.training.xla_flags import recommended
 
 WAYS = ("p2p", "all_gather", "a2a")
 LAYERS = 3
@@ -72,7 +72,7 @@ def _compiled(way, cp, keeps, target, options, chunk, heads, kv_heads, head_dim,
     )
     query = shape(tokens, 1, 2 * chunk * cp, heads, head_dim)
     key = shape(of_layers, LAYERS, 1, 2 * chunk * cp, kv_heads, head_dim)
-    chosen = compiler_options(mesh) if options == "run" else {}
+    chosen = recommended(dict(mesh.shape), on_gpu=True) if options == "run" else {}
     return hlo.load(compile_for(jax.jit(run), query, key, key, query, compiler_options=chosen)), dict(mesh.shape)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from training_runs import command, environment
+from training_runs import command, quick_environment
 
 from jmegatron.checkpoint.steps import complete_steps
 
@@ -29,7 +29,7 @@ class Watched:
 
     def __init__(self, words: list[str]):
         self.process = subprocess.Popen(
-            words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            words, env=quick_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self.lines: list[str] = []
 
@@ -118,11 +118,11 @@ def test_a_sigterm_whose_save_fails_ends_with_status_1_and_names_the_last_comple
 def test_a_disk_that_fills_is_said_and_a_run_whose_last_save_failed_ends_with_status_1(tmp_path: Path) -> None:
     save = tmp_path / "save"
     words = command("--num-cpu-devices", "2", *NO_DROPOUT, "--save", str(save), "--train-iters", "2")
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, env=quick_environment(), capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     more = ["--load", str(save), "--train-iters", "4", "--save-interval", "1"]
     limited = [words[0], "-c", LIMITED, *words[1:], *more]
-    done = subprocess.run(limited, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(limited, env=quick_environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert re.findall(rf"the checkpoint of iteration (\d+) {FAILED}", done.stdout) == ["3", "4"]
     assert "the last complete one is step 2" in message(done.stderr)

@@ -1,4 +1,4 @@
-"""A training process killed forty times, among them while it saves, ends where one that was never killed ends."""
+"""A training process killed twenty times, among them while it saves, ends where one that was never killed ends."""
 
 import random
 import re
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from training_runs import command, environment, saved_arrays
+from training_runs import command, quick_environment, saved_arrays
 
 from jmegatron.checkpoint.steps import complete_steps
 
@@ -26,7 +26,7 @@ _MODEL = (
 MODEL = _MODEL.split()
 EVERY_STEP = ("--save-interval", "1")
 KEEP_TWO = (*EVERY_STEP, "--keep-latest", "2")
-KILLS = [True] * 10 + [False] * 10
+KILLS = [True] * 6 + [False] * 4
 """Whether a kill waits for a step that is being written; of each of the two runs."""
 
 
@@ -42,7 +42,7 @@ class Chain:
         both = ("--save", str(self.save), "--load", str(self.save))
         return subprocess.Popen(
             command(*both, *self.options, *more, defaults=MODEL),
-            env=environment(),
+            env=quick_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -103,13 +103,13 @@ def run_to(save: Path, step: int, *options: str) -> None:
     """Trains on, or from the start, to a step, and leaves orderly."""
     both = ("--save", str(save), "--load", str(save), "--exit-interval", str(step))
     done = subprocess.run(
-        command(*both, *options, defaults=MODEL), env=environment(), capture_output=True, text=True, timeout=120
+        command(*both, *options, defaults=MODEL), env=quick_environment(), capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert f"exiting at iteration {step} " in done.stdout
 
 
-def killed_twenty_times(folder: Path, options: tuple[str, ...], seed: int) -> Chain:
+def killed_ten_times(folder: Path, options: tuple[str, ...], seed: int) -> Chain:
     rng = random.Random(seed)
     chain = Chain(folder, options, rng)
     for while_saving in rng.sample(KILLS, len(KILLS)):
@@ -117,15 +117,15 @@ def killed_twenty_times(folder: Path, options: tuple[str, ...], seed: int) -> Ch
     return chain
 
 
-def test_forty_kills_lose_no_complete_step_and_change_no_bit(tmp_path: Path) -> None:
+def test_twenty_kills_lose_no_complete_step_and_change_no_bit(tmp_path: Path) -> None:
     run_to(tmp_path / "warm", 2, *EVERY_STEP)  # fills the compilation cache
     with ThreadPoolExecutor(2) as pool:
         runs = [
-            pool.submit(killed_twenty_times, tmp_path / name, options, seed)
+            pool.submit(killed_ten_times, tmp_path / name, options, seed)
             for seed, (name, options) in enumerate((("all", EVERY_STEP), ("two", KEEP_TWO)))
         ]
         chains = [run.result() for run in runs]
-    assert sum(chain.inside for chain in chains) >= 15
+    assert sum(chain.inside for chain in chains) >= 9
     assert min(chain.newest for chain in chains) >= 5
     step = max(chain.newest for chain in chains) + 3
     run_to(tmp_path / "never", step)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from training_runs import OPTIONS, ROOT, command, environment, saved_arrays, train, train_process, write_corpus
+from training_runs import OPTIONS, ROOT, command, quick_environment, saved_arrays, train, train_process, write_corpus
 
 from jmegatron.checkpoint import reader
 from jmegatron.checkpoint.writer import CheckpointWriter
@@ -261,7 +261,7 @@ def test_an_interrupted_run_finishes_its_step_saves_and_ends_with_status_0(
     save = tmp_path / "save"
     options = command("--num-cpu-devices", "2", "--train-iters", "100000", *NO_DROPOUT, "--save", str(save))
     with subprocess.Popen(
-        options, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        options, env=quick_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -282,7 +282,7 @@ def test_an_interrupted_run_finishes_its_step_saves_and_ends_with_status_0(
 def test_a_closed_standard_output_ends_the_run_in_one_line(tmp_path: Path) -> None:
     options = command("--num-cpu-devices", "2", "--train-iters", "100000", *NO_DROPOUT)
     with subprocess.Popen(
-        options, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        options, env=quick_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training_runs import environment, train
+from training_runs import quick_environment, train
 
 from jmegatron.config import load_config, resolve
 from jmegatron.errors import ConfigError
@@ -64,7 +64,7 @@ def test_equal_layouts_pass_as_a_command_on_virtual_devices(layouts):
         capture_output=True,
         text=True,
         check=False,
-        env=environment(),
+        env=quick_environment(),
     )
     assert done.returncode == 0, done.stderr
     assert "tp.yaml: mesh pp 1, dp 1, ep 1, cp 1, tp 2; 4 micro-batches, float32\n" in done.stdout

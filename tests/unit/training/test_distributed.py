@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from training_runs import OPTIONS, environment
+from training_runs import OPTIONS, quick_environment
 
 from jmegatron.config import HardwareConfig, load_config, parse_or_exit
 from jmegatron.errors import UsageError
@@ -162,7 +162,7 @@ def test_print_distributed_touches_no_device() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *OPTIONS, "--print-distributed"],
-        env=environment(),
+        env=quick_environment(),
         capture_output=True,
         text=True,
         timeout=120,

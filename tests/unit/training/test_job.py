@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 from memory_store import MemoryStore, job_of
-from training_runs import environment
+from training_runs import quick_environment
 
 from jmegatron.training.job import PEER_FAILED, Job
 
@@ -159,7 +159,7 @@ def start(code: str) -> "subprocess.Popen[str]":
     head = "import os, signal, sys, threading, time\nfrom jmegatron.training.job import Job\njob = Job()\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + textwrap.dedent(code)],
-        env=environment(),
+        env=quick_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import pytest
 from tensorboardX.proto import event_pb2
-from training_runs import OPTIONS, command, environment, read_metrics, train
+from training_runs import OPTIONS, command, quick_environment, read_metrics, train
 
 from jmegatron.config import LoggingConfig, load_config
 from jmegatron.errors import UsageError
@@ -194,7 +194,7 @@ def test_the_progress_bar_shows_on_a_terminal_only_and_keeps_lines_whole(tmp_pat
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 120))
     with subprocess.Popen(
-        command(*options), env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=theirs, text=True
+        command(*options), env=quick_environment(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=theirs, text=True
     ) as process:
         os.close(theirs)
         bar = _read_terminal(ours)
