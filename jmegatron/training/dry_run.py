@@ -89,11 +89,13 @@ def run(config: Config, say: Callable[[str], None] = lambda text: print(text, fl
     for note in result["notes"]:
         say(f"  {note}")
     found = compile_elsewhere(config, say)
+    said = len(result["notes"])
     if "unavailable" in found:
         result["notes"].append(f"closed forms alone, nothing was compiled: {found['unavailable']}")
-        say(result["notes"][-1])
     else:
         add_compiled(result, found)
+    for note in result["notes"][said:]:
+        say(note)
     judge(result)
     if not result["memory"]["fits"]:
         result["proposals"] = proposals(config, result["compiled"], say)

@@ -46,7 +46,7 @@ LAYOUTS = [
 
 
 # The plain and the Llama-like model meet every layout, the others those that are hard for them.
-CASES = [(model, *layout) for model in ("gpt2", "llama") for layout in LAYOUTS] + [
+ALL = [(model, *layout) for model in ("gpt2", "llama") for layout in LAYOUTS] + [
     (model, *layout)
     for model in ("gpt2_dropout", "one_kv_head", "two_kv_heads_dropout")
     for layout in (
@@ -58,6 +58,25 @@ CASES = [(model, *layout) for model in ("gpt2", "llama") for layout in LAYOUTS] 
         (4, 2, True, 2),
     )
 ]
+
+
+# Each model, dp, tp and both kinds of tensor parallelism, for a second version of JAX.
+QUICK = [
+    ("gpt2", 1, 1, False, 4),
+    ("gpt2", 1, 2, False, 1),
+    ("gpt2", 2, 2, True, 1),
+    ("gpt2", 4, 2, False, 2),
+    ("llama", 1, 8, True, 4),
+    ("llama", 2, 4, False, 2),
+    ("llama", 4, 2, True, 2),
+    ("gpt2_dropout", 4, 2, True, 2),
+    ("gpt2_dropout", 1, 4, False, 1),
+    ("one_kv_head", 1, 8, True, 1),
+    ("one_kv_head", 2, 2, False, 2),
+    ("two_kv_heads_dropout", 1, 4, True, 2),
+]
+assert set(QUICK) <= set(ALL)
+CASES = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in ALL]
 
 
 @pytest.mark.parametrize(("model", "dp", "tp", "sequence_parallel", "num_microbatches"), CASES)

@@ -275,7 +275,7 @@ def run_case(case: dict[str, Any], **changes: Any) -> StepResult:
 # ---- P1 -----------------------------------------------------------------------------------------------------------
 # The first cases cover most; the others bring a few pairs each.
 MATRIX = [
-    pytest.param(case, id=name_of(case), marks=[pytest.mark.slow] if number >= 20 else [])
+    pytest.param(case, id=name_of(case), marks=[pytest.mark.slow] if number >= 12 else [])
     for number, case in enumerate(COVERING)
 ]
 
