@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,19 @@ _LAYER = {
     "mlp/up/bias": ("mlp.linear_fc1.bias", 0),
     "mlp/down/kernel": ("mlp.linear_fc2.weight", 1),
     "mlp/down/bias": ("mlp.linear_fc2.bias", 0),
+    "moe/router/kernel": ("mlp.router.weight", 1),
+    "moe/router/expert_bias": ("mlp.router.expert_bias", 0),
+    "moe/shared/up/kernel": ("mlp.shared_experts.linear_fc1.weight", 1),
+    "moe/shared/up/bias": ("mlp.shared_experts.linear_fc1.bias", 0),
+    "moe/shared/down/kernel": ("mlp.shared_experts.linear_fc2.weight", 1),
+    "moe/shared/down/bias": ("mlp.shared_experts.linear_fc2.bias", 0),
+}
+# The same for parameters with a leading dim of experts, which a checkpoint holds stacked behind the layers.
+_EXPERTS = {
+    "moe/experts/up/kernel": ("mlp.experts.experts.linear_fc1.weight", 1),
+    "moe/experts/up/bias": ("mlp.experts.experts.linear_fc1.bias", 0),
+    "moe/experts/down/kernel": ("mlp.experts.experts.linear_fc2.weight", 1),
+    "moe/experts/down/bias": ("mlp.experts.experts.linear_fc2.bias", 0),
 }
 # A checkpoint calls the norms by what follows them, since Transformer Engine fuses the two.
 _STORED = {
@@ -138,11 +151,25 @@ def _layer_pieces(
         other = f"layers/attention/key_value/{leaf}"
         slots = (Slot(path, layer), Slot(other, layer))
         return [_qkv(slots, name, (shape, our_shapes[other][1:]), settings.layer.attention)]
+    if own in _EXPERTS:
+        name, num_inputs = _EXPERTS[own]
+        return [_experts(Slot(path, layer), f"decoder.layers.{layer}.{name}", shape, num_inputs)]
     if own not in _LAYER:
         raise _no_counterpart(path)
     name, num_inputs = _LAYER[own]
     slot, name = Slot(path, layer), f"decoder.layers.{layer}.{name}"
     return [linear(slot, name, shape, num_inputs) if num_inputs else flat(slot, name, shape)]
+
+
+def _experts(slot: Slot, name: str, shape: tuple[int, ...], num_inputs: int) -> Piece:
+    """Returns the piece of all experts' weights or biases of a layer, [experts, out, in] there."""
+    one = (linear if num_inputs else flat)(slot, name, shape[1:], *([num_inputs] if num_inputs else []))
+
+    def each(how: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:
+        return lambda arrays: (np.stack([how((array,))[0] for array in arrays[0]]),)
+
+    their_shape = (shape[0], *one.their_shapes[0])
+    return Piece((slot,), (name,), (their_shape,), each(one.to_ours), each(one.to_theirs))
 
 
 def _vocabulary(slot: Slot, name: str, shape: tuple[int, ...], rows: int, settings: GPTSettings) -> Piece:

@@ -130,6 +130,10 @@ class Tokens:
     """Integer [batch, seq_cp]: position of each token; None: its place in the sequence."""
     segment_ids: Any = None
     """Integer [batch, seq]: of the whole sequence; tokens see only those of their own segment; None: one segment."""
+    auxiliary_weight: Any = None
+    """fp32 []: see `TokenContext`."""
+    padding: Any = None
+    """bool [batch, seq_cp]: see `TokenContext`."""
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------
@@ -211,7 +215,15 @@ def gpt_context(
             interpolation_factor=settings.rotary_interpolation,
             scaling=settings.rotary_scaling,
         )
-    return TokenContext(batch.sample_ids, _token_index(batch, parallel), rotary, dropout_key, batch.segment_ids)
+    return TokenContext(
+        batch.sample_ids,
+        _token_index(batch, parallel),
+        rotary,
+        dropout_key,
+        batch.segment_ids,
+        batch.auxiliary_weight,
+        batch.padding,
+    )
 
 
 def _token_index(batch: Tokens, parallel: LayerParallel) -> Array:

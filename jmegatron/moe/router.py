@@ -209,7 +209,7 @@ def _balancing_loss(logits, counted, real: Array, s: RouterSettings, sequence_ax
 
 
 def updated_bias(
-    bias: Float[Array, "*layers experts"], counts: Float[Array, "*layers experts"], rate: float
+    bias: Float[Array, "*layers experts"], counts: Float[Array, "*layers experts"], rate: float | Array
 ) -> Float[Array, "*layers experts"]:
     """Returns the bias of the next global batch: a step up for experts with fewer tokens than the mean, down for more.
 
