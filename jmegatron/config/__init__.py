@@ -17,6 +17,7 @@ from jmegatron.config.resolution import (
     attention_window,
     cp_comm_types,
     default_ffn_hidden_size,
+    moe_layers,
     padded_vocab_size,
     resolve,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "default_ffn_hidden_size",
     "layer_split_of",
     "load_config",
+    "moe_layers",
     "padded_vocab_size",
     "parse_or_exit",
     "resolve",
