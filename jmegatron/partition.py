@@ -159,7 +159,10 @@ def _order(spec: ParameterSpec) -> np.ndarray:
 
 def _in_order(spec: ParameterSpec) -> bool:
     """Returns whether the layers of a stacked parameter lie in order along one dim, each place with one."""
-    return spec.num_stacked_dims == 1 and spec.stacked[0] == tuple(range(len(spec.stacked[0])))
+    if spec.num_stacked_dims != 1:
+        return False
+    layers = spec.stacked[0]
+    return all(a < b for a, b in zip((-1, *layers), layers, strict=False))
 
 
 def is_canonical(spec: ParameterSpec) -> bool:

@@ -18,6 +18,7 @@ from jmegatron.config.resolution import (
     cp_comm_types,
     default_ffn_hidden_size,
     moe_layers,
+    moe_places,
     padded_vocab_size,
     resolve,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "layer_split_of",
     "load_config",
     "moe_layers",
+    "moe_places",
     "padded_vocab_size",
     "parse_or_exit",
     "resolve",

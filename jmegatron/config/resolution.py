@@ -192,6 +192,31 @@ def moe_layers(model: ModelConfig) -> tuple[bool, ...]:
     return tuple(bool(one) for one in pattern)
 
 
+def moe_places(config: Config) -> tuple[bool, ...]:
+    """Returns which of the layers that stand first, second, ... in a chunk are mixtures of experts.
+
+    Raises:
+        ConfigError: Layers that one program runs differ, or the layers do not fit the pipeline.
+    """
+    experts, split = moe_layers(config.model), layer_split_of(config)
+    if len(set(experts)) == 1:
+        return (experts[0],) * len(layers_at_places(split))
+    kinds = {True: "experts", False: "none"}
+    for place, layers in enumerate(layers_at_places(split)):
+        other = next((layer for layer in layers if experts[layer] != experts[layers[0]]), None)
+        if other is not None:
+            raise problem(
+                "Of layers at the same place of different stages or chunks some have experts and some have not.",
+                where=("moe_layer_freq", "pipeline_model_parallel_size"),
+                got=f"{kinds[experts[layers[0]]]} in layer {layers[0] + 1} and {kinds[experts[other]]} in layer"
+                f" {other + 1}, both number {place + 1} of their chunks",
+                expected="the same pattern in each of the "
+                f"{split.num_stages * num_chunks_of(split)} chunks, since one program runs them all",
+                fix="choose a moe_layer_freq that repeats from chunk to chunk, or other chunks",
+            )
+    return tuple(experts[layers[0]] for layers in layers_at_places(split))
+
+
 _LONGEST_PATTERN = 100_000
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from jmegatron.config.layer_split import layer_split_of, num_chunks_of
 from jmegatron.config.megatron_flags import UNSUPPORTED_DEGREES
 from jmegatron.config.options import flag_of, options, problem
-from jmegatron.config.resolution import attention_window, cp_comm_types, moe_layers, resolve
+from jmegatron.config.resolution import attention_window, cp_comm_types, moe_places, resolve
 from jmegatron.config.sections import Config
 from jmegatron.errors import ConfigError
 
@@ -557,7 +557,7 @@ def _check_experts(config: Config) -> None:
             expected="num_experts to be a multiple of expert_model_parallel_size",
             fix=f"set --expert-model-parallel-size to one of {_divisors(experts)}",
         )
-    moe_layers(config.model)
+    moe_places(config)
     if config.parallel.tensor_model_parallel_size > 1:
         local = config.model.seq_length // config.parallel.context_parallel_size
         if local % config.parallel.tensor_model_parallel_size:

@@ -30,7 +30,7 @@ from jmegatron.interop.pieces import Arrays, Piece, Slot, flat, linear, same
 from jmegatron.interop.torch_dist import StoredTensor, TorchDistReader
 from jmegatron.layers.attention import AttentionSettings
 from jmegatron.models.gpt import GPTSettings, gpt_specs
-from jmegatron.models.transformer import LayerParallel
+from jmegatron.models.transformer import LayerParallel, partial_stacks
 from jmegatron.optimizer.optimizers import OptimizerSettings, build_optimizer
 from jmegatron.optimizer.schedules import LearningRateSchedule, WeightDecaySchedule
 
@@ -114,10 +114,14 @@ def pieces(settings: GPTSettings, vocabulary_rows: int | None = None) -> list[Pi
             found.append(flat(Slot(path), _MODEL[path], shape))
         elif not path.startswith("layers/"):
             raise _no_counterpart(path)
+    stacks = partial_stacks(settings.settings_at(settings.num_layers))
     for layer in range(settings.num_layers):
         for path, shape in our_shapes.items():
-            if path.startswith("layers/"):
-                found += _layer_pieces(path, layer, shape[1:], our_shapes, settings)
+            if not path.startswith("layers/"):
+                continue
+            present = stacks.get(path.split("/")[1], (True,) * settings.num_layers)
+            if present[layer]:
+                found += _layer_pieces(path, layer, sum(present[:layer]), shape[1:], our_shapes, settings)
     return found
 
 
@@ -140,8 +144,9 @@ def _no_counterpart(path: str) -> UsageError:
 
 
 def _layer_pieces(
-    path: str, layer: int, shape: tuple[int, ...], our_shapes: Mapping[str, Any], settings: GPTSettings
+    path: str, layer: int, index: int, shape: tuple[int, ...], our_shapes: Mapping[str, Any], settings: GPTSettings
 ) -> list[Piece]:
+    """Returns the piece of a parameter of a layer, which is number `index` of those that have it."""
     own = path.removeprefix("layers/")
     if own.startswith("attention/key_value/"):
         return []  # with the queries
@@ -149,15 +154,15 @@ def _layer_pieces(
         leaf = own.removeprefix("attention/query/")
         name = f"decoder.layers.{layer}.self_attention.linear_qkv.{'weight' if leaf == 'kernel' else 'bias'}"
         other = f"layers/attention/key_value/{leaf}"
-        slots = (Slot(path, layer), Slot(other, layer))
+        slots = (Slot(path, index), Slot(other, index))
         return [_qkv(slots, name, (shape, our_shapes[other][1:]), settings.layer.attention)]
     if own in _EXPERTS:
         name, num_inputs = _EXPERTS[own]
-        return [_experts(Slot(path, layer), f"decoder.layers.{layer}.{name}", shape, num_inputs)]
+        return [_experts(Slot(path, index), f"decoder.layers.{layer}.{name}", shape, num_inputs)]
     if own not in _LAYER:
         raise _no_counterpart(path)
     name, num_inputs = _LAYER[own]
-    slot, name = Slot(path, layer), f"decoder.layers.{layer}.{name}"
+    slot, name = Slot(path, index), f"decoder.layers.{layer}.{name}"
     return [linear(slot, name, shape, num_inputs) if num_inputs else flat(slot, name, shape)]
 
 

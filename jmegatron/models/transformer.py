@@ -326,12 +326,26 @@ def transformer_stack(
       parallel: how layers are divided.
       layer_index: global numbers of the stacked layers.
     """
-    layers, first = (parameters, jnp.asarray(layer_index)), 0
+    first, stacks = 0, partial_stacks(settings)
     for run in setting_runs(settings):
         last = first + run.num_layers
-        x = _scan_run(x, jax.tree.map(lambda leaf, a=first, b=last: leaf[a:b], layers), context, run, parallel)
+        own = {}
+        for key, tree in parameters.items():
+            present = stacks.get(key, (True,) * len(settings))
+            if present[first]:
+                before = sum(present[:first])
+                own[key] = jax.tree.map(lambda leaf, a=before, b=before + run.num_layers: leaf[a:b], tree)
+        x = _scan_run(x, (own, jnp.asarray(layer_index)[first:last]), context, run, parallel)
         first = last
     return x
+
+
+def partial_stacks(settings: Sequence[LayerSettings]) -> dict[str, tuple[bool, ...]]:
+    """Returns for each key in a layer's tree that only some of the layers have whether each has it."""
+    experts = tuple(one.moe is not None for one in settings)
+    if all(experts) or not any(experts):
+        return {}
+    return {"mlp": tuple(not one for one in experts), "moe": experts, MOE_FIGURES: experts}
 
 
 def _scan_run(x: Array, layers: Tree, context: TokenContext, run: SettingRun, parallel: LayerParallel) -> Array:

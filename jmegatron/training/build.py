@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 
-from jmegatron.config import Config, attention_window, cp_comm_types, layer_split_of, moe_layers
+from jmegatron.config import Config, attention_window, cp_comm_types, layer_split_of, moe_layers, moe_places
 from jmegatron.context_parallel.layout import WHOLE_SEQUENCE, CommType, ContextParallel
 from jmegatron.errors import ConfigError
 from jmegatron.layers.attention import AttentionSettings
@@ -162,13 +162,17 @@ def _attention_facts(config: Config, platform: str) -> dict[str, Any]:
 def _place_settings(config: Config, layer: LayerSettings) -> tuple[LayerSettings, ...]:
     """Returns the settings of each place of a chunk where they differ, else none.
 
-    Layers may communicate in different ways, and some alone may be computed again.
+    Layers may communicate in different ways, some alone may have experts, and some alone may be computed again.
     """
     training, types = config.training, set(config.parallel.cp_comm_type)
     settings = [layer] * pipeline_layout(**dataclasses.asdict(layer_split_of(config))).layers_per_chunk
     if config.parallel.context_parallel_size > 1 and len(types) > 1:
         of = {t: dataclasses.replace(layer.attention, comm_type=cast(CommType, t)) for t in types}
         settings = [dataclasses.replace(layer, attention=of[t]) for t in cp_comm_types(config)]
+    settings = [
+        one if experts else dataclasses.replace(one, moe=None)
+        for one, experts in zip(settings, moe_places(config), strict=True)
+    ]
     if training.recompute_method == "block":
         plain = slice(training.recompute_num_layers, None)
         settings[plain] = [dataclasses.replace(one, recompute=None) for one in settings[plain]]
