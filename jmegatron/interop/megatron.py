@@ -239,9 +239,17 @@ _SAME_OPTIONS = (
     *("apply_layernorm_1p", "add_qkv_bias", "untie_embeddings_and_output_weights", "qk_layernorm"),
     *("hidden_dropout", "attention_dropout", "init_method_std", "vocab_size", "padded_vocab_size"),
 )
+# Only with experts: the arguments have their defaults in dense models as well.
+_EXPERT_OPTIONS = (
+    *("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk"),
+    *("moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias"),
+    *("moe_router_bias_update_rate", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_router_topk_scaling_factor", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
+)
 # What changes the model and is not there here: argument -> values that mean that it is not used.
 _ABSENT: Mapping[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0),
+    "moe_layer_freq": (None, 1),
     "multi_latent_attention": (None, False),
     "mtp_num_layers": (None, 0),
     "heterogeneous_layers_config_path": (None,),
@@ -290,6 +298,8 @@ def options(arguments: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int,
 def _options_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: value for name, value in arguments.items() if isinstance(value, str | int | float)}
     found = {name: plain[name] for name in _SAME_OPTIONS if name in plain}
+    if plain.get("num_experts"):
+        found |= {name: plain[name] for name in _EXPERT_OPTIONS if name in plain}
     heads = plain.get("num_attention_heads")
     if "group_query_attention" in plain and heads is not None:
         # Without it the number of groups, which is there all the same, does not count.
@@ -343,6 +353,12 @@ def _options_of_tensors(
         found["add_qkv_bias"] = f"{attention}qkv.bias" in shape
     if len(shape.get(f"{mlp}fc2.weight", ())) == 3:
         found["ffn_hidden_size"] = shape[f"{mlp}fc2.weight"][2]
+    experts = shape.get("mlp.experts.experts.linear_fc2.weight", ())
+    if len(experts) == 4:
+        found["num_experts"], found["moe_ffn_hidden_size"] = experts[1], experts[3]
+        shared = shape.get("mlp.shared_experts.linear_fc2.weight", ())
+        if len(shared) == 3:
+            found["moe_shared_expert_intermediate_size"] = shared[2]
     if _POSITION in shape:
         found["position_embedding_type"] = "learned_absolute"
         found["max_position_embeddings"] = shape[_POSITION][0]
@@ -411,7 +427,34 @@ def arguments(settings: GPTSettings) -> dict[str, Any]:
         "padded_vocab_size": s.padded_vocab_size,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
-        "num_experts": None,
+        **_expert_arguments(settings),
+    }
+
+
+def _expert_arguments(settings: GPTSettings) -> dict[str, Any]:
+    moe = settings.layer.moe
+    if moe is None:
+        return {"num_experts": None}
+    router = moe.router
+    return {
+        "num_experts": router.num_experts,
+        "moe_ffn_hidden_size": moe.experts.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
+        "moe_router_topk": router.top_k,
+        "moe_router_pre_softmax": router.pre_softmax,
+        "moe_router_score_function": router.score_function,
+        "moe_router_enable_expert_bias": router.expert_bias,
+        "moe_router_bias_update_rate": router.bias_update_rate,
+        "moe_router_num_groups": router.num_groups,
+        "moe_router_group_topk": router.group_top_k,
+        "moe_router_topk_scaling_factor": router.scaling_factor,
+        "moe_router_load_balancing_type": router.balancing,
+        "moe_aux_loss_coeff": router.coefficient,
+        "moe_z_loss_coeff": router.z_coefficient or None,
+        "moe_expert_capacity_factor": moe.capacity_factor,
+        "moe_token_drop_policy": moe.drop_policy,
+        "moe_pad_expert_input_to_capacity": moe.pad_to_capacity,
+        "moe_layer_freq": 1,
     }
 
 
@@ -464,7 +507,7 @@ def plan_import(reader: TorchDistReader, settings: GPTSettings, *, optimizer: bo
         not there by name.
     """
     where, names = str(reader.folder), set(reader.tensors)
-    _refuse_experts(where, names)
+    _check_experts(where, names, settings)
     rows = reader.tensors[_WORD][0][0] if _WORD in names and reader.tensors[_WORD][0] else None
     found = pieces(settings, rows)
     weights = {name for name in names if not name.startswith("optimizer.")}
@@ -521,12 +564,18 @@ def import_checkpoint(reader: TorchDistReader, plan: ImportPlan, writer: Streami
             writer.write(name, np.array(plan.iteration if name == "step" else plan.updates, np.int32))
 
 
-def _refuse_experts(where: str, names: set[str]) -> None:
+def _check_experts(where: str, names: set[str], settings: GPTSettings) -> None:
+    """Checks that experts are on both sides or on none, and in all layers."""
     experts = sorted(name for name in names if ".mlp.experts." in name or ".mlp.router." in name)
-    if experts:
+    if experts and settings.layer.moe is None:
         raise UsageError(
-            f"{where}: got {len(experts)} tensors of experts, such as {experts[0]}, expected none: mixture of experts"
-            " is not implemented yet; fix: convert a model without experts"
+            f"{where}: got {len(experts)} tensors of experts, such as {experts[0]}, expected none: the model is dense;"
+            " fix: give --num-experts and the other options of the checkpoint's model"
+        )
+    if settings.place_settings and partial_stacks(settings.place_settings):
+        raise UsageError(
+            f"{where}: layers with and without experts (--moe-layer-freq) are not stacked in Megatron-Core's"
+            " checkpoints, which is not implemented here; fix: convert a model whose layers are alike"
         )
 
 

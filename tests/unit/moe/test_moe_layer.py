@@ -13,9 +13,9 @@ from jmegatron import partition
 from jmegatron.collectives import sum_over, vary
 from jmegatron.mesh import build_mesh
 from jmegatron.moe.dispatch import within_capacity
-from jmegatron.moe.experts import ExpertSettings
+from jmegatron.moe.experts import ExpertSettings, ladder
 from jmegatron.moe.layer import NUM_FIGURES, ExpertParallel, MoESettings, moe, moe_specs
-from jmegatron.moe.router import RouterSettings, choose, updated_bias
+from jmegatron.moe.router import RouterSettings
 
 EXPERTS, HIDDEN, FFN, BATCH, SEQ = 4, 8, 6, 4, 8
 INIT = partition.normal(0.5)
@@ -52,9 +52,10 @@ def dense(parameters, x, settings, kept=None):
     y = jax.nn.silu(y[..., 0, :]) * y[..., 1, :] if gated else jnp.square(jax.nn.relu(y))
     y = jnp.einsum("tef,efh->teh", y, down["kernel"]) + down.get("bias", 0.0)
     y = (y * weights[:, :, None]).sum(1).reshape(x.shape)
-    scores = jax.nn.softmax(logits, -1).reshape(BATCH, SEQ, EXPERTS)
-    counts = chosen.reshape(BATCH, SEQ, EXPERTS).sum(1)
-    balance = (scores.sum(1) * counts).sum(-1).mean() * EXPERTS / (s.top_k * SEQ**2)
+    seq = x.shape[1]
+    scores = jax.nn.softmax(logits, -1).reshape(-1, seq, EXPERTS)
+    counts = chosen.reshape(-1, seq, EXPERTS).sum(1)
+    balance = (scores.sum(1) * counts).sum(-1).mean() * EXPERTS / (s.top_k * seq**2)
     z_loss = jnp.square(jax.nn.logsumexp(logits, -1)).mean()
     return y, balance, z_loss, counts.sum(0)
 
@@ -72,10 +73,10 @@ def expected(settings, parameters, x, kept=None):
     return rest, gradients
 
 
-def sharded(settings, parameters, x, *, dp=1, ep=1, cp=1, tp=1, divided=False, sequence_parallel=False):
+def sharded(settings, parameters, x, *, dp=1, ep=1, cp=1, tp=1, divided=False, sequence_parallel=False, ragged=False):
     """(y, figures, gradients) of the objective above at a mesh."""
     mesh = build_mesh(jax.devices()[: dp * ep * cp * tp], dp=dp, ep=ep, cp=cp, tp=tp)
-    parallel = ExpertParallel("ep", ep, ("dp", "ep"), divided_over_tp=divided)
+    parallel = ExpertParallel("ep", ep, ("dp", "ep"), divided_over_tp=divided, ragged=ragged)
     specs = moe_specs(settings, parallel, axis="tp", kernel_init=INIT, output_init=INIT)
     data = ("dp", "ep", "cp")
     lie = P(("dp", "ep"), ("cp", "tp") if sequence_parallel else "cp")
@@ -140,3 +141,85 @@ def test_output_losses_and_every_gradient_equal_the_dense_formula(layout):
     replicas = layout.get("dp", 1) * layout.get("ep", 1)
     np.testing.assert_array_equal(figures[:EXPERTS], counts)
     np.testing.assert_allclose(figures[EXPERTS:] / replicas, [balance, z_loss, 0.0], rtol=LAYER_RELATIVE)
+
+
+# ---- the exchange -------------------------------------------------------------------------------------------------
+def documented_ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """What JAX documents, row by row: rows input_offsets[d] + i of each rank go to output_offsets[d] + i of rank d."""
+    gathered = jax.lax.all_gather((operand, input_offsets, send_sizes, output_offsets), axis_name)
+    me = jax.lax.axis_index(axis_name)
+    for source in range(gathered[0].shape[0]):
+        rows, inputs, sizes, outputs = (each[source] for each in gathered)
+        for i in range(len(rows)):
+            place = jnp.where(i < sizes[me], outputs[me] + i, len(output))
+            row = rows[jnp.clip(inputs[me] + i, 0, len(rows) - 1)]
+            output = output.at[place].set(row, mode="drop")
+    return output
+
+
+def test_the_exchange_of_gpus_gets_the_right_offsets_forward_and_backward(monkeypatch):
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", documented_ragged_all_to_all)
+    settings = settings_of()
+    parameters, x = start(settings), tokens()[:, :2]
+    (y, *_), gradients = expected(settings, parameters, x)
+    got_y, _, got = sharded(settings, parameters, x, ep=2, ragged=True)
+    close(got_y, y, LAYER_RELATIVE)
+    close(got, gradients, GRADIENT_RELATIVE)
+
+
+def test_rows_beyond_the_bound_are_dropped_and_counted():
+    settings = settings_of(bound_factor=1.0)
+    parameters, x = start(settings), tokens()
+    # Nearly all go to the first two experts, which lie on one rank of two.
+    x[..., 0] = 3.0
+    parameters["router"]["kernel"][0] = [4.0, 4.0, -4.0, -4.0]
+    logits = x.reshape(-1, HIDDEN) @ parameters["router"]["kernel"]
+    chosen = np.argsort(-logits, 1)[:, :2]
+    half = len(chosen) // 2
+    # A rank takes as many rows as it has itself: those of the first source, expert by expert, then of the second.
+    kept = np.zeros((len(chosen), EXPERTS))
+    for target in range(2):
+        left = 2 * half
+        for source in range(2):
+            for expert in range(2 * target, 2 * target + 2):
+                for token in range(source * half, (source + 1) * half):
+                    if expert in chosen[token] and left > 0:
+                        kept[token, expert], left = 1.0, left - 1
+    (y, *_), gradients = expected(settings, parameters, x, kept)
+    got_y, figures, got = sharded(settings, parameters, x, ep=2)
+    assert figures[EXPERTS + 2] == chosen.size - kept.sum() > 10
+    close(got_y, y, LAYER_RELATIVE)
+    close(got, gradients, GRADIENT_RELATIVE)
+
+
+# ---- capacity -----------------------------------------------------------------------------------------------------
+def test_padding_fills_no_capacity_and_counts_nowhere():
+    """8 tokens of which 4 are padding, capacity 1.0: the real ones' outputs are those without the padding."""
+    settings = settings_of(capacity_factor=1.0)
+    parameters = jax.tree.map(jnp.asarray, start(settings))
+    x = jnp.asarray(np.random.default_rng(9).normal(0, 1, (1, 8, HIDDEN)), jnp.float32)
+    padding = np.array([[False, True, True, False, True, False, False, True]])
+    real = ~padding[0]
+
+    def run(x, padding):
+        return moe(parameters, x, settings, ExpertParallel(), axis=None, padding=padding)
+
+    got = run(x, jnp.asarray(padding))
+    wanted = run(x[:, real], None)
+    np.testing.assert_allclose(got[:, real], wanted, rtol=LAYER_RELATIVE, atol=1e-6)
+    assert not got[:, ~real].any()
+    assert np.abs(run(x, None)[:, real] - wanted).max() > 1e-2, "with these tokens the padding would matter"
+
+
+def test_capacity_keeps_the_largest_weights_or_the_first_places():
+    experts = jnp.array([[0, 1], [0, 2], [0, 1], [0, 2]])
+    weights = jnp.array([[0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.8, 0.2]])
+    kept = within_capacity(experts, weights, jnp.ones((4, 2), bool), 3, 2)
+    np.testing.assert_array_equal(kept, [[False, True], [True, True], [False, True], [True, True]])
+    first = within_capacity(experts, -jnp.arange(4.0)[:, None] * jnp.ones((1, 2)), jnp.ones((4, 2), bool), 3, 2)
+    np.testing.assert_array_equal(first, [[True, True], [True, True], [False, True], [False, True]])
+
+
+def test_the_ladder_starts_at_the_even_load_and_ends_at_all_that_can_come():
+    assert ladder(256, 2048) == (256, 320, 384, 512, 768, 2048)
+    assert ladder(5, 40) == (40,)
