@@ -179,6 +179,25 @@ UNSUPPORTED = (
     OtherFlag("--hierarchical-context-parallel-sizes", MANY, _CONTEXT),
     OtherFlag("--hybrid-context-parallel", 0, _CONTEXT),
     OtherFlag("--max-seqlen-per-dp-cp-rank", 1, _CONTEXT),
+    OtherFlag("--moe-input-jitter-eps", 1, _EXPERTS),
+    OtherFlag("--moe-token-dropping", 0, _EXPERTS),
+    OtherFlag("--moe-extended-tp", 0, _EXPERTS),
+    OtherFlag("--moe-apply-probs-on-input", 0, _EXPERTS),
+    OtherFlag("--moe-router-force-load-balancing", 0, _EXPERTS),
+    OtherFlag("--moe-router-padding-for-fp8", 0, _EXPERTS),
+    OtherFlag("--moe-router-padding-for-quantization", 0, _EXPERTS),
+    OtherFlag("--moe-use-legacy-grouped-gemm", 0, _EXPERTS),
+    OtherFlag("--moe-use-upcycling", 0, _EXPERTS),
+    OtherFlag("--moe-upcycling-granularity", 1, _EXPERTS),
+    OtherFlag("--moe-layer-recompute", 0, _EXPERTS),
+    OtherFlag("--moe-shared-expert-overlap", 0, _EXPERTS),
+    OtherFlag("--moe-shared-expert-gate", 0, _EXPERTS),
+    OtherFlag("--moe-enable-deepep", 0, _EXPERTS),
+    OtherFlag("--moe-deepep-num-sms", 1, _EXPERTS),
+    OtherFlag("--moe-flex-dispatcher-backend", 1, _EXPERTS),
+    OtherFlag("--moe-hybridep-num-sms", 1, _EXPERTS),
+    OtherFlag("--moe-per-layer-logging", 0, _EXPERTS),
+    OtherFlag("--moe-latent-size", 1, _EXPERTS),
     OtherFlag("--multi-latent-attention", 0, _ATTENTION),
     OtherFlag("--window-attn-skip-freq", 1, "all layers have the same --window-size"),
     OtherFlag("--kv-lora-rank", 1, _ATTENTION),
@@ -231,7 +250,6 @@ UNSUPPORTED = (
 """Flags that are known and refused. Deleting a row is what it takes to free the name for a field."""
 
 UNSUPPORTED_FAMILIES = (
-    ("--moe-", _EXPERTS),
     ("--fp8-", _FP8),
     ("--fp4-", _FP8),
     ("--fsdp-", _SHARDED),
@@ -251,6 +269,3 @@ UNSUPPORTED_FAMILIES = (
     ("--bert-", "only GPT models are implemented so far"),
 )
 """(beginning, reason): flags refused by how they begin, unless a row above or an option names them."""
-
-UNSUPPORTED_DEGREES: tuple[tuple[str, str], ...] = ()
-"""Options that exist but must stay 1, with the reason. Deleting a row allows larger values."""

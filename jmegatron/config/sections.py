@@ -91,7 +91,6 @@ class ModelConfig:
     mask_padded_vocab: bool = True
     """Own option: padded rows take no part in the softmax, so every layout gives the same loss. Off: the reference's behaviour, where they do."""  # noqa: E501
 
-
     num_experts: int | None = None
     """Experts of each mixture-of-experts layer, in place of the feed-forward layer. Not set: a dense model."""
     moe_layer_freq: str | None = None

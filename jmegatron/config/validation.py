@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from jmegatron.config.layer_split import layer_split_of, num_chunks_of
-from jmegatron.config.megatron_flags import UNSUPPORTED_DEGREES
 from jmegatron.config.options import flag_of, options, problem
 from jmegatron.config.resolution import attention_window, cp_comm_types, moe_places, resolve
 from jmegatron.config.sections import Config
@@ -166,7 +165,6 @@ def validate(config: Config) -> None:
         _check_ranges,
         _check_duration,
         _check_low_memory_schedule,
-        _check_degrees,
         _check_layers_of_stages,
         _check_schedule,
         _check_overlap_of_schedule,
@@ -309,20 +307,6 @@ def _out_of_range(name: str, value: int | float, expected: str) -> ConfigError:
         expected=expected,
         fix=f"set {flag_of(name)} to a value that is {expected}",
     )
-
-
-def _check_degrees(config: Config) -> None:
-    degrees = _degrees(config)
-    for name, reason in UNSUPPORTED_DEGREES:
-        if degrees[name] > 1:
-            raise problem(
-                f"{name} must be 1.",
-                where=(name,),
-                got=str(degrees[name]),
-                expected=f"1: {reason}",
-                fix=f"remove {flag_of(name)}; --tensor-model-parallel-size, --pipeline-model-parallel-size, "
-                "--context-parallel-size and data parallelism are available",
-            )
 
 
 # --- pipeline ----------------------------------------------------------------------------------------------------
@@ -562,7 +546,7 @@ def _check_experts(config: Config) -> None:
         local = config.model.seq_length // config.parallel.context_parallel_size
         if local % config.parallel.tensor_model_parallel_size:
             raise problem(
-                "The tokens of a sequence cannot be divided among the tensor-parallel devices, which each route a part.",
+                "The tokens of a sequence cannot be divided among the tensor-parallel devices, each routing a part.",
                 where=("seq_length", "tensor_model_parallel_size", "context_parallel_size"),
                 got=f"seq_length {config.model.seq_length}, context_parallel_size "
                 f"{config.parallel.context_parallel_size}, tensor_model_parallel_size "
@@ -650,8 +634,8 @@ def _check_router_groups(config: Config) -> None:
             where=("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk", "num_experts"),
             got=f"moe_router_num_groups {groups}, moe_router_group_topk {chosen}, moe_router_topk "
             f"{model.moe_router_topk}, num_experts {model.num_experts}",
-            expected="both given, groups that divide the experts, and a moe_router_group_topk of at most the groups that "
-            "divides moe_router_topk into no more than the experts of a group",
+            expected="both given, groups that divide the experts, and a moe_router_group_topk of at most the groups "
+            "that divides moe_router_topk into no more than the experts of a group",
             fix="change them so that they do, or leave --moe-router-num-groups and --moe-router-group-topk out",
         )
 

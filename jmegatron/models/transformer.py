@@ -263,7 +263,12 @@ def kept_names(settings: LayerSettings) -> tuple[str, ...]:
     """Returns the names of what recompute keeps of a layer beside its input. Communication: none."""
     if settings.recompute == "full":
         return ()
-    return (*ATTENTION_KEPT, "residual", random.DROPOUT_MASK, *(() if settings.recompute_mlp else (*MLP_KEPT, *EXPERTS_KEPT)))
+    return (
+        *ATTENTION_KEPT,
+        "residual",
+        random.DROPOUT_MASK,
+        *(() if settings.recompute_mlp else (*MLP_KEPT, *EXPERTS_KEPT)),
+    )
 
 
 def stacked_layer(
@@ -290,7 +295,6 @@ def stacked_layer(
       layer: global layer number; -1 with `may_be_absent`: no layer, x passes.
       may_be_absent: whether the number may be -1.
     """
-
     if may_be_absent and context.auxiliary_weight is not None:
         weight = jnp.where(layer >= 0, context.auxiliary_weight, 0.0)
         context = dataclasses.replace(context, auxiliary_weight=weight)

@@ -1,4 +1,4 @@
-"""Tokens to the ranks that hold their experts, and back. Talks on ep (and on tp for the counts, where it divides experts).
+"""Tokens to the ranks that hold their experts, and back. Talks on ep (and on tp with counts, where it divides experts).
 
 Source: Megatron-LM transformer/moe/token_dispatcher.py (all-to-all), arXiv:2211.15841 (dropless).
 
@@ -123,8 +123,9 @@ def _fetch(x: Array, index: Array) -> Array:
 
 def _take_backward(users: Array, cotangent: Array) -> tuple[Array, None, None]:
     copies = [_fetch(cotangent, users[:, i]) for i in range(users.shape[1])]
-    total = copies[0] if len(copies) == 1 else sum(c.astype(jnp.float32) for c in copies)
-    return total.astype(cotangent.dtype), None, None
+    if len(copies) == 1:
+        return copies[0], None, None
+    return jnp.stack(copies).astype(jnp.float32).sum(0).astype(cotangent.dtype), None, None
 
 
 take_rows.defvjp(lambda x, index, users: (_fetch(x, index), users), _take_backward)
@@ -256,4 +257,3 @@ def gathered_over(received: Received, axis: str | None, bound: int) -> Received:
     starts = starts + bound * jnp.arange(ranks, dtype=starts.dtype)[:, None, None]
     experts = starts.shape[-1]
     return Received(starts.reshape(-1, experts), counts.reshape(-1, experts))
-

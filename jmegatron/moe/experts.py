@@ -2,8 +2,8 @@
 
 Source: arXiv:2211.15841, Megatron-LM transformer/moe/experts.py.
 
-    up    kernel [experts, hidden, ffn]  plain; [experts, hidden, 2, ffn] gated; bias [experts, ffn] or [experts, 2, ffn]
-    down  kernel [experts, ffn, hidden]                                          bias [experts, hidden]
+    up    kernel [experts, hidden, ffn], gated [experts, hidden, 2, ffn]; bias [experts, ffn] or [experts, 2, ffn]
+    down  kernel [experts, ffn, hidden]; bias [experts, hidden]
 
 experts lie on ep, ffn on tp with an expert-tensor-parallel size of tp. How many rows an expert has is known only when
 they are there, shapes before: `grouped_matmul` chooses at run time among a few sizes (`ladder`) the smallest that holds
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Integer, Shaped
+from jaxtyping import Array, Shaped
 
 from jmegatron.collectives import gather_sequence, reduce_scatter_to, vary_like
 from jmegatron.moe.dispatch import Received, take_rows
@@ -77,7 +77,9 @@ def expert_specs(
     up_spec = P(expert_axis, None, *lead, tensor_axis)
     specs: Tree = {
         "up": {"kernel": kernel((s.hidden_size, *inner), up_spec, kernel_init, len(inner))},
-        "down": {"kernel": kernel((s.ffn_hidden_size, s.hidden_size), P(expert_axis, tensor_axis, None), output_init, 1)},
+        "down": {
+            "kernel": kernel((s.ffn_hidden_size, s.hidden_size), P(expert_axis, tensor_axis, None), output_init, 1)
+        },
     }
     if s.use_bias:
         specs["up"]["bias"] = bias(inner, P(expert_axis, *lead, tensor_axis), partial_axes)
@@ -178,8 +180,8 @@ def grouped_matmul(
 ) -> Shaped[Array, "rows *outer"]:
     """Returns each row times its expert's kernel; zeros for rows that are none. Communication: none.
 
-    forward y_e = x_e K_e; dgrad dx_e = dy_e K_e^T; wgrad dK_e = x_e^T dy_e. Executed FLOPs of each: 2 x experts x size x
-    inner x outer, where size is the smallest of `sizes` that holds every expert's rows.
+    forward y_e = x_e K_e; dgrad dx_e = dy_e K_e^T; wgrad dK_e = x_e^T dy_e. Executed FLOPs of each: 2 x experts x size
+    x inner x outer, where size is the smallest of `sizes` that holds every expert's rows.
 
     Args:
       rows: of all experts.

@@ -60,7 +60,7 @@ class MoESettings:
     pad_to_capacity: bool = False
     """Multiply as many rows as the capacity allows, whatever the router says: one size instead of a ladder."""
     bound_factor: float | None = None
-    """Rows that a rank can receive over those of a balanced router; more are dropped and counted. None: all possible."""
+    """Rows that a rank can receive over those of an even load; more are dropped and counted. None: all there can be."""
 
 
 def moe_specs(
@@ -92,9 +92,7 @@ def moe_specs(
     partial = () if axis is None else (axis,)
     tensor_axis = axis if parallel.divided_over_tp else None
     return {
-        "router": router_specs(
-            settings.router, settings.experts.hidden_size, partial_axes=partial, init=kernel_init
-        ),
+        "router": router_specs(settings.router, settings.experts.hidden_size, partial_axes=partial, init=kernel_init),
         "experts": expert_specs(
             settings.experts,
             expert_axis=parallel.axis,
@@ -216,9 +214,7 @@ def _through_experts(
     sizes = ladder(-(-sources * len(rows) // number), sources * of_expert)
     if settings.pad_to_capacity:
         sizes = sizes[-1:]
-    done = experts(
-        parameters, sent, received, joined, settings.experts, tensor_axis=tensor_axis, sizes=sizes
-    )
+    done = experts(parameters, sent, received, joined, settings.experts, tensor_axis=tensor_axis, sizes=sizes)
     if exchanged:
         assert there is not None and back is not None
         done = exchange(done, back, there, len(rows), exchanged, parallel.ragged)

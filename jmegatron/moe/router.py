@@ -77,7 +77,9 @@ class Routing:
     """Likewise."""
 
 
-def router_specs(settings: RouterSettings, hidden_size: int, *, partial_axes: tuple[str, ...], init: Initializer) -> Tree:
+def router_specs(
+    settings: RouterSettings, hidden_size: int, *, partial_axes: tuple[str, ...], init: Initializer
+) -> Tree:
     """Returns the declarations above. `partial_axes`: that divide a sequence's tokens outside cp."""
     shape = (hidden_size, settings.num_experts)
     specs: Tree = {"kernel": ParameterSpec(shape, P(None, None), init, partial_axes)}
@@ -186,7 +188,7 @@ def _balancing_loss(logits, counted, real: Array, s: RouterSettings, sequence_ax
     """Returns experts / (k T^2) sum over experts of (sum of scores) (number of tokens), this rank's part of it.
 
     Scores are over all experts, and the numbers of tokens those of the k best scores, whatever groups, bias or
-    capacity make of the choice. T tokens are those of the micro-batch, of each sequence, or of all ranks' micro-batches.
+    capacity make of the choice. T tokens are those of the micro-batch, of each sequence, or of all ranks together.
     """
     batch, seq = real.shape
     if s.score_function == "softmax":

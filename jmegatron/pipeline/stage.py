@@ -75,8 +75,8 @@ class PipelineModel:
     places: tuple[tuple[int, ...], ...]
     """Global layer number of each place, [chunks, stages * layers of one], see `PipelineLayout.places`."""
     stacks: Mapping[str, tuple[bool, ...]] = dataclasses.field(default_factory=dict)
-    """Keys in a layer's tree that not all layers have: whether each place of a chunk does. Their leaves are stacked over
-    those places alone, the same number in each chunk and stage."""
+    """Keys in a layer's tree that not all layers have: whether each place of a chunk does. Their leaves are stacked
+    over those places alone, the same number in each chunk and stage."""
 
 
 # ---- small parts --------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def _add_at_paths(total: Tree, part: Tree) -> Tree:
 
 
 def _one_by_one(add: Callable[[Array, Array, Any], Array], totals: Tree, parts: Tree, slots: list[Any]) -> Tree:
-    """Returns add(total, part, slot) of each leaf, from the last one on, each after the one that varies over the same axes.
+    """Returns add(total, part, slot) of each leaf, the last one first, each after the one that varies over its axes.
 
     Where sums are independent XLA computes several in one kernel, which writes them next to the buffers first: 4 bytes
     more for each parameter of a layer. (One that varies over other axes would be marked alike by jax 0.10's barrier.)

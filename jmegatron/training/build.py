@@ -53,7 +53,7 @@ def loss_scaler_settings(config: Config) -> LossScalerSettings | None:
 
 
 def layer_parallel(config: Config, platform: str = "cpu") -> LayerParallel:
-    """Returns how layers are divided on the platform; sequence parallelism means nothing on one tp rank, as in the reference.
+    """Returns how layers are divided; sequence parallelism means nothing on one tp rank, as in the reference.
 
     Layers that reach other ranks' tokens in different ways say so themselves (`GPTSettings.place_settings`).
     """

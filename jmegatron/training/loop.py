@@ -428,7 +428,7 @@ def step_report(program: Program, step: int, metrics: Any, consumed_samples: int
     num_devices = program.mesh.devices.size
     flops = formulas.model_flops_per_step(formula_shape(config), size * seq, causal_skip=True)
     card = cards.card_of_device_kind(program.mesh.devices.flat[0].device_kind)
-    experts = {name: float(metrics[name]) for name in EXPERT_FIGURES if name in metrics}
+    experts: dict[str, Any] = {name: float(metrics[name]) for name in EXPERT_FIGURES if name in metrics}
     if experts:
         experts["dropped_tokens"] = int(experts["dropped_tokens"])
     return StepReport(

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 from compiled_support import program_of
-from tolerances import EXPERT_FLOPS_RATIO, EXPERT_BYTES_RATIO
+from tolerances import EXPERT_BYTES_RATIO, EXPERT_FLOPS_RATIO
 
 from jmegatron.planner import formulas, hlo
 from jmegatron.planner.topology import compile_for

@@ -135,7 +135,9 @@ def repeated(arrays, times):
 @functools.cache
 def plain_step(name):
     layout = LAYOUTS[name]
-    return one_step(moe_settings(), repeated(recorded_batch("moe"), layout.get("ep", 1) * layout.get("dp", 1)), **layout)
+    return one_step(
+        moe_settings(), repeated(recorded_batch("moe"), layout.get("ep", 1) * layout.get("dp", 1)), **layout
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -143,7 +145,9 @@ def test_loss_auxiliary_loss_and_every_gradient_equal_the_recorded_ones(layout):
     got, record = plain_step(layout), recorded("moe", "forward")
     assert got.loss == pytest.approx(float(record["loss"]), rel=LOSS_RELATIVE)
     replicas = LAYOUTS[layout].get("ep", 1) * LAYOUTS[layout].get("dp", 1)
-    np.testing.assert_allclose(got.figures[:, EXPERTS] / replicas, record["aux/load_balancing_loss"], rtol=LOSS_RELATIVE)
+    np.testing.assert_allclose(
+        got.figures[:, EXPERTS] / replicas, record["aux/load_balancing_loss"], rtol=LOSS_RELATIVE
+    )
     counts = [record[f"act/layer_{i}_router_map"].sum(0) * replicas for i in range(4)]
     np.testing.assert_array_equal(got.figures[:, :EXPERTS], counts)
     if got.logits is not None:
@@ -193,8 +197,6 @@ def test_accumulated_gradients_of_unequal_microbatches_equal_the_recorded_ones(m
         "loss_mask": record["loss_mask"],
         "sample_ids": np.arange(8, dtype=np.uint32),
     }
-    got = one_step(
-        moe_settings(), arrays, ep=ep, num_microbatches=num_microbatches, per_token=mode == "per_token"
-    )
+    got = one_step(moe_settings(), arrays, ep=ep, num_microbatches=num_microbatches, per_token=mode == "per_token")
     assert got.loss == pytest.approx(float(record[f"{mode}/reported_loss"]), rel=LOSS_RELATIVE)
     assert_fingerprints(got.gradients, record, mode)

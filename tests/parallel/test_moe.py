@@ -124,10 +124,11 @@ def test_a_coefficient_of_zero_is_no_loss_bit_for_bit():
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
-RUN = (
+WORDS = (
     "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 --hidden-dropout 0 --attention-dropout 0"
     " --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
-).split()
+)
+RUN = WORDS.split()
 
 
 def test_four_steps_are_two_and_two_bit_for_bit_at_ep_2_dp_2(tmp_path):

@@ -449,7 +449,10 @@ def test_a_whole_namespace_is_understood(folder: Path) -> None:
 
 
 UNUSABLE = {
-    "experts in some layers": ({"num_experts": 8, "moe_layer_freq": 2}, r"args\.moe_layer_freq: got 2 .* not implemented"),
+    "experts in some layers": (
+        {"num_experts": 8, "moe_layer_freq": 2},
+        r"args\.moe_layer_freq: got 2 .* not implemented",
+    ),
     "latent attention": ({"multi_latent_attention": True}, "args.multi_latent_attention"),
     "yarn": ({"position_embedding_type": "yarn"}, "args.position_embedding_type: got 'yarn'"),
     "other layers": ({"num_layers": 6}, "num_layers: the checkpoint's arguments say 6, its tensors 4"),

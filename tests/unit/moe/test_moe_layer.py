@@ -106,9 +106,7 @@ def sharded(settings, parameters, x, *, dp=1, ep=1, cp=1, tp=1, divided=False, s
         return y, dx, partition.map_specs(reduce, specs, gradients), sum_over(figures, (*data, "tp"))
 
     outputs = (lie, lie, partition.partition_specs(specs), P())
-    mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=(partition.partition_specs(specs), lie, lie), out_specs=outputs
-    )
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(partition.partition_specs(specs), lie, lie), out_specs=outputs)
     y, dx, gradients, figures = jax.jit(mapped)(parameters, x, place)
     return y, figures, (gradients, dx)
 
