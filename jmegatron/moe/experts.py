@@ -25,8 +25,9 @@ from jmegatron.moe.dispatch import Received, take_rows
 from jmegatron.ops.activations import activate, is_gated
 from jmegatron.partition import Initializer, ParameterSpec, Tree, zeros
 
-EXPERTS_KEPT = ("expert_input", "expert_pre_activation")
-"""Names of what selective recompute keeps of the experts: rows as they came, and those of the up projection."""
+EXPERTS_KEPT = ("expert_input", "expert_pre_activation", "expert_output")
+"""Names of what selective recompute keeps of the layer: rows as they came, those of the up projection, and rows as they
+came back, which the gradient of their weights needs."""
 _STEPS = (1.0, 1.125, 1.25, 1.5, 2.0, 3.0)
 """Sizes of the ladder over the balanced one; the last is the largest possible."""
 _GRANULE = 64

@@ -53,9 +53,11 @@ LAYOUTS = {
 
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("layout", ["ep 4", "ep 2 tp 2"])
-def test_executed_matmul_flops_are_theory_at_even_loads(layout):
+@pytest.mark.parametrize("recompute", ["", "--recompute-granularity selective"])
+def test_executed_matmul_flops_are_theory_at_even_loads(layout, recompute):
     devices, words = LAYOUTS[layout]
     ranks = 4 if layout == "ep 4" else 2
+    words = f"{words} {recompute}"
     program, module = compiled(devices, f"{words} --global-batch-size {MICROBATCHES * ranks}")
     theory = formulas.executed_flops_per_step(formula_shape(program.config), MICROBATCHES * ranks * SEQ) / devices
     assert 1 / EXPERT_FLOPS_RATIO <= balanced_flops(module) / theory <= EXPERT_FLOPS_RATIO
@@ -63,9 +65,11 @@ def test_executed_matmul_flops_are_theory_at_even_loads(layout):
 
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("layout", ["ep 4", "ep 2 tp 2"])
-def test_the_exchange_sends_each_row_twice_forward_and_twice_backward(layout):
+@pytest.mark.parametrize("recompute", ["", "--recompute-granularity selective"])
+def test_the_exchange_sends_each_row_twice_forward_and_twice_backward(layout, recompute):
     devices, words = LAYOUTS[layout]
     ranks = 4 if layout == "ep 4" else 2
+    words = f"{words} {recompute}"
     program, module = compiled(devices, f"{words} --global-batch-size {MICROBATCHES * ranks}")
     records = [c for c in hlo.collectives(module, dict(program.mesh.shape)) if "all-to-all" in c.kind]
     assert {(c.kind, c.axes) for c in records} == {("ragged-all-to-all", ("ep",))}
