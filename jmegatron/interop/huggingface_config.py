@@ -88,7 +88,8 @@ _NEUTRAL: dict[str, Any] = {
 _HARMLESS_NAMES = """
 model_type architectures transformers_version transformers.js_config tokenizer_class torch_dtype dtype name_or_path
 is_llama_config unsloth_version unsloth_fixed use_cache use_bfloat16 torchscript tf_legacy_loss return_dict
-output_attentions output_hidden_states output_router_logits output_past chunk_size_feed_forward tie_last_hidden_states is_decoder
+output_attentions output_hidden_states output_router_logits output_past chunk_size_feed_forward
+tie_last_hidden_states is_decoder
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id prefix decoder_start_token_id
 forced_bos_token_id forced_eos_token_id id2label label2id num_labels problem_type finetuning_task
 task_specific_params n_special predict_special_tokens summary_activation summary_first_dropout
