@@ -39,7 +39,7 @@ from jmegatron.optimizer.loss_scaler import LossScalerSettings
 from jmegatron.optimizer.optimizers import OptimizerSettings, clip_by_norm, num_updates, squared_norms
 from jmegatron.partition import Tree
 from jmegatron.pipeline.executor import run_forward, run_pipeline
-from jmegatron.training.batches import Batch, CompactBatch, batch_specs, expand, own_part
+from jmegatron.training.batches import Batch, CompactBatch, batch_specs, expand, own_part, with_padding
 from jmegatron.training.stages import PipelineSettings, gpt_pipeline_model
 from jmegatron.training.state import TrainState
 
@@ -120,6 +120,7 @@ def _tokens(batch: Batch, weights: Array, auxiliary_weights: Array | None = None
         batch.position_ids,
         batch.segment_ids,
         auxiliary_weights,
+        batch.padding,
     )
 
 
@@ -352,7 +353,7 @@ def make_gradient_function(settings: StepSettings, mesh: Mesh) -> Callable[..., 
         batch = expand(batch)
 
         def body(parameters: Tree, batch: Batch, key: Key[Array, ""] | None, scale: Array | None) -> tuple[Tree, Tree]:
-            batch = own_part(batch, settings.parallel.context)
+            batch = own_part(with_padding(batch) if settings.has_experts else batch, settings.parallel.context)
             return local_gradients(settings, layout, parameters, batch, key, 1.0 if scale is None else scale)
 
         mapped = jax.shard_map(
@@ -540,7 +541,7 @@ def make_eval_step(settings: StepSettings, mesh: Mesh) -> Callable[[Tree, Batch 
     def body(parameters: Tree, batch: Batch) -> Metrics:
         model = gpt_pipeline_model(settings.model, settings.parallel, settings.pipeline.parallel)
         schedule = settings.pipeline.build(batch.loss_mask.shape[0])
-        batch = own_part(batch, settings.parallel.context)
+        batch = own_part(with_padding(batch) if settings.has_experts else batch, settings.parallel.context)
         microbatches = (_tokens(batch, batch.loss_mask), batch.loss_mask)
         sums = run_forward(model, schedule, parameters, microbatches, axis=settings.pipeline.parallel.axis)
         return sum_over(sums, DATA_AXES)

@@ -123,6 +123,26 @@ def test_a_coefficient_of_zero_is_no_loss_bit_for_bit():
         np.testing.assert_array_equal(gradient, zero.gradients[name], err_msg=name)
 
 
+def test_tokens_of_padding_change_nothing_that_is_learned():
+    """With a capacity that they would fill, and a balancing loss that would count them."""
+    settings = settings_of(balancing="aux_loss")
+    layer = dataclasses.replace(settings.layer, moe=dataclasses.replace(settings.layer.moe, capacity_factor=1.0))
+    settings = dataclasses.replace(settings, layer=layer)
+    arrays = dict(batch())
+    # Two documents and padding, a segment of its own that counts nowhere.
+    arrays["segment_ids"] = np.repeat([[0] * 5 + [1] * 5 + [2] * 6], BATCH, 0).astype(np.int32)
+    arrays["loss_mask"] = np.array(arrays["loss_mask"])
+    arrays["loss_mask"][:, 10:] = 0.0
+    arrays["loss_mask"][:, :10:5] = 1.0
+    other = {**arrays, "tokens": np.array(arrays["tokens"])}
+    other["tokens"][:, 10:] = 7
+    got, expected = run_gradients(settings, other), run_gradients(settings, arrays)
+    assert got.loss == expected.loss
+    for name, gradient in expected.gradients.items():
+        np.testing.assert_array_equal(got.gradients[name], gradient, err_msg=name)
+    assert (figures(got)[:, :EXPERTS].sum(1) == 10 * BATCH * 2).all()
+
+
 # ---- checkpoints --------------------------------------------------------------------------------------------------
 WORDS = (
     "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 --hidden-dropout 0 --attention-dropout 0"
