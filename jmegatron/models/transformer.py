@@ -27,7 +27,7 @@ from jmegatron.context_parallel.layout import WHOLE_SEQUENCE, ContextParallel
 from jmegatron.layers.attention import ATTENTION_KEPT, AttentionSettings, TokenContext, attention_specs, self_attention
 from jmegatron.layers.mlp import MLP_KEPT, MLPSettings, mlp, mlp_specs
 from jmegatron.layers.norm import norm, norm_specs
-from jmegatron.moe.experts import EXPERTS_KEPT
+from jmegatron.moe.experts import EXPERTS_EXCHANGED, EXPERTS_KEPT
 from jmegatron.moe.layer import ExpertParallel, MoESettings, moe, moe_specs
 from jmegatron.partition import Tree
 
@@ -263,12 +263,9 @@ def kept_names(settings: LayerSettings) -> tuple[str, ...]:
     """Returns the names of what recompute keeps of a layer beside its input. Communication: none."""
     if settings.recompute == "full":
         return ()
-    return (
-        *ATTENTION_KEPT,
-        "residual",
-        random.DROPOUT_MASK,
-        *(() if settings.recompute_mlp else (*MLP_KEPT, *EXPERTS_KEPT)),
-    )
+    # Rows that have come and gone over ep are kept even so: to compute them again would send them again.
+    feed_forward = EXPERTS_EXCHANGED if settings.recompute_mlp else (*MLP_KEPT, *EXPERTS_KEPT)
+    return (*ATTENTION_KEPT, "residual", random.DROPOUT_MASK, *feed_forward)
 
 
 def stacked_layer(

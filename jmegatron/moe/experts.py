@@ -25,9 +25,10 @@ from jmegatron.moe.dispatch import Received, take_rows
 from jmegatron.ops.activations import activate, is_gated
 from jmegatron.partition import Initializer, ParameterSpec, Tree, zeros
 
-EXPERTS_KEPT = ("expert_input", "expert_pre_activation", "expert_output")
-"""Names of what selective recompute keeps of the layer: rows as they came, those of the up projection, and rows as they
-came back, which the gradient of their weights needs."""
+EXPERTS_EXCHANGED = ("expert_input", "expert_output")
+"""Names of rows as they have come, and as they have come back (for the gradient of their weights)."""
+EXPERTS_KEPT = (*EXPERTS_EXCHANGED, "expert_pre_activation")
+"""Names of what selective recompute keeps of the layer: also the rows of the up projection."""
 _STEPS = (1.0, 1.125, 1.25, 1.5, 2.0, 3.0)
 """Sizes of the ladder over the balanced one; the last is the largest possible."""
 _GRANULE = 64
@@ -114,12 +115,12 @@ def experts(
       sizes: see `ladder`.
     """
     # Gathered again in the backward rather than kept, as in `layers.linear`.
-    rows = checkpoint_name(rows, EXPERTS_KEPT[0])
+    rows = checkpoint_name(rows, EXPERTS_EXCHANGED[0])
     whole = gather_sequence(rows, tensor_axis, 0)
     y = grouped_matmul(whole, parameters["up"]["kernel"], joined, sizes)
     if "bias" in parameters["up"]:
         y = y + _of_rows(parameters["up"]["bias"], joined, len(whole))
-    y = checkpoint_name(y, EXPERTS_KEPT[1])
+    y = checkpoint_name(y, EXPERTS_KEPT[2])
 
     def down(parameters: Tree, y: Array) -> Array:
         y = activate(settings.activation, y)

@@ -22,7 +22,7 @@ from jmegatron.moe.dispatch import (
     plan,
     within_capacity,
 )
-from jmegatron.moe.experts import EXPERTS_KEPT, ExpertSettings, expert_specs, experts, ladder
+from jmegatron.moe.experts import EXPERTS_EXCHANGED, ExpertSettings, expert_specs, experts, ladder
 from jmegatron.moe.router import RouterSettings, Routing, route, router_specs
 from jmegatron.partition import Initializer, Tree
 
@@ -157,7 +157,7 @@ def moe(
     order = order_by_expert(routing.experts, kept, settings.router.num_experts)
     rows = permute(own.reshape(batch * seq, hidden), order)
     rows, overflow = _through_experts(parameters["experts"], rows, order.counts, settings, parallel, axis)
-    rows = checkpoint_name(rows, EXPERTS_KEPT[2])
+    rows = checkpoint_name(rows, EXPERTS_EXCHANGED[1])
     y = combine(rows, routing.weights, order).reshape(own.shape)
     dropped = routing.counts.sum() - order.counts.sum() + overflow
     y = _with_losses(y, routing, dropped, settings.router, auxiliary_weight, figures_to)
