@@ -27,6 +27,8 @@ DATA_AXES = (*BATCH_AXES, SEQUENCE_AXIS)
 """Axes whose ranks hold the same dense parameters and different tokens: gradients are summed over them."""
 PIPELINE_AXIS = "pp"
 """Stages of the pipeline."""
+EXPERT_AXIS = "ep"
+"""Experts of a layer; replicas of the model for everything else."""
 TENSOR_AXIS = "tp"
 
 

@@ -159,7 +159,10 @@ def _order(spec: ParameterSpec) -> np.ndarray:
 
 def _in_order(spec: ParameterSpec) -> bool:
     """Returns whether the layers of a stacked parameter lie in order along one dim, each place with one."""
-    return spec.num_stacked_dims == 1 and spec.stacked[0] == tuple(range(len(spec.stacked[0])))
+    if spec.num_stacked_dims != 1:
+        return False
+    layers = spec.stacked[0]
+    return all(a < b for a, b in zip((-1, *layers), layers, strict=False))
 
 
 def is_canonical(spec: ParameterSpec) -> bool:
@@ -230,13 +233,14 @@ def data_sharded(spec: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str,
 
     The dim that is longest on a device among those that can be divided; never one that counts layers, so that each
     layer can be gathered and reduced by itself, nor one of `undivided`. A parameter without such a dim stays as it is:
-    dim None.
+    dim None. Only `replica_axes` are added.
 
     Args:
       spec: the declaration.
       axes: data axes, the first one slowest.
       sizes: size of each mesh axis.
     """
+    axes = replica_axes(spec, axes)
     ranks = math.prod(sizes[axis] for axis in axes)
     entries = [*spec.spec, *[None] * (len(spec.shape) - len(spec.spec))]
     best, length = None, 0
@@ -250,6 +254,12 @@ def data_sharded(spec: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str,
         return spec.spec, None
     entries[best] = (*axes_of(entries[best]), *axes)
     return P(*entries), best
+
+
+def replica_axes(spec: ParameterSpec, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns those of the data axes over which a parameter is replicated: all, but for experts, which ep divides."""
+    own = {axis for entry in spec.spec for axis in axes_of(entry)}
+    return tuple(axis for axis in axes if axis not in own)
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:

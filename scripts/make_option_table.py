@@ -15,7 +15,6 @@ from jmegatron.config.megatron_flags import (
     ALIASES,
     IGNORED,
     UNSUPPORTED,
-    UNSUPPORTED_DEGREES,
     UNSUPPORTED_FAMILIES,
     VALUE_ALIASES,
     Alias,
@@ -60,10 +59,9 @@ def tables() -> str:
     parts.append("## Megatron-LM flags that are accepted and have no effect\n")
     parts.append(_table(("flag", "why"), ((f"`{row.flag}`", row.reason) for row in IGNORED)))
     parts.append("## Megatron-LM flags that are refused\n")
-    degrees = [(f"`{flag_of(name)}` above 1", reason) for name, reason in UNSUPPORTED_DEGREES]
     flags = [(f"`{row.flag}`", row.reason) for row in UNSUPPORTED]
     families = [(f"`{beginning}...`", reason) for beginning, reason in UNSUPPORTED_FAMILIES]
-    parts.append(_table(("flag", "why"), [*degrees, *flags, *families]))
+    parts.append(_table(("flag", "why"), [*flags, *families]))
     return "\n".join(parts)
 
 

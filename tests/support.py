@@ -11,9 +11,10 @@ import numpy as np
 from jmegatron import partition
 from jmegatron.context_parallel.layout import WHOLE_SEQUENCE, ContextParallel
 from jmegatron.layers import AttentionSettings, MLPSettings
-from jmegatron.mesh import build_mesh
+from jmegatron.mesh import BATCH_AXES, build_mesh
 from jmegatron.models.gpt import ONE_STAGE, GPTSettings, PipelineParallel, gpt_specs
 from jmegatron.models.transformer import LayerParallel, LayerSettings
+from jmegatron.moe.layer import ExpertParallel
 from jmegatron.optimizer.optimizers import OptimizerSettings, global_norm
 from jmegatron.training.batches import Batch, batch_shardings
 from jmegatron.training.stages import PipelineSettings
@@ -87,6 +88,7 @@ class StepResult:
     loss: float
     grad_norm: float
     gradients: dict[str, np.ndarray]
+    report: Any = None
 
 
 def run_gradients(
@@ -106,15 +108,18 @@ def run_gradients(
     distributed: Any = (),
     cp: int = 1,
     comm_type: str = "p2p",
+    ep: int = 1,
+    divided_experts: bool = True,
     **pipeline: Any,
 ) -> StepResult:
     """Loss, norm and every gradient leaf of one step at a mesh; layers of gradients in order.
 
     `distributed` names switches of StepSettings that are on: the distributed optimizer and its overlaps.
     """
-    mesh = build_mesh(jax.devices()[: pp * dp * cp * tp], pp=pp, dp=dp, cp=cp, tp=tp)
+    mesh = build_mesh(jax.devices()[: pp * dp * ep * cp * tp], pp=pp, dp=dp, ep=ep, cp=cp, tp=tp)
     context = ContextParallel("cp", cp, comm_type) if cp > 1 else WHOLE_SEQUENCE
-    parallel = LayerParallel("tp", tp, sequence_parallel, context)
+    experts = ExpertParallel("ep", ep, BATCH_AXES, divided_over_tp=divided_experts)
+    parallel = LayerParallel("tp", tp, sequence_parallel, context, experts)
     cut = PipelineParallel("pp", pp, tuple(map(tuple, places)) or even_places(settings, pp)) if pp > 1 else ONE_STAGE
     step_settings = StepSettings(
         settings,
@@ -137,6 +142,7 @@ def run_gradients(
         loss=float(report["loss_sum"] / report["num_tokens"]),
         grad_norm=grad_norm,
         gradients=leaves_in_order(specs, gradients),
+        report=report,
     )
 
 
@@ -152,9 +158,10 @@ def at_places(spec: partition.ParameterSpec, value: np.ndarray) -> np.ndarray:
         return value
     placed = np.zeros(spec.shape, value.dtype)
     flat = placed.reshape(-1, *value.shape[1:])
+    layers = sorted({layer for row in spec.stacked for layer in row if layer >= 0})
     for place, layer in enumerate(itertools.chain(*spec.stacked)):
         if layer >= 0:
-            flat[place] = value[layer]
+            flat[place] = value[layers.index(layer)]
     return placed
 
 
@@ -165,7 +172,8 @@ def in_order(spec: partition.ParameterSpec, value: np.ndarray) -> np.ndarray:
     flat = np.asarray(value).reshape(-1, *spec.shape[spec.num_stacked_dims :])
     places = np.array(spec.stacked).reshape(-1)
     assert not flat[places < 0].any()
-    return flat[[int(np.flatnonzero(places == layer)[0]) for layer in range(places.max() + 1)]]
+    layers = np.unique(places[places >= 0])
+    return flat[[int(np.flatnonzero(places == layer)[0]) for layer in layers]]
 
 
 @functools.lru_cache(maxsize=16)

@@ -20,3 +20,7 @@ is small may carry its rounding into the step: 1 % of one step is allowed (seen:
 BF16_RELATIVE = 2e-2
 """bfloat16 against fp32 on the same rounded inputs, max-abs over max-abs: 8 bits of mantissa (4e-3) rounded a few times
 on the way (logits, their gradient, the result)."""
+EXPERT_FLOPS_RATIO = 1.05
+"""P4: executed over theoretical matmul FLOPs of a mixture of experts with even loads."""
+EXPERT_BYTES_RATIO = 1.05
+"""P4: bytes that the exchange of tokens puts in over tokens x k x hidden, in each direction."""

@@ -17,6 +17,8 @@ from jmegatron.config.resolution import (
     attention_window,
     cp_comm_types,
     default_ffn_hidden_size,
+    moe_layers,
+    moe_places,
     padded_vocab_size,
     resolve,
 )
@@ -52,6 +54,8 @@ __all__ = [
     "default_ffn_hidden_size",
     "layer_split_of",
     "load_config",
+    "moe_layers",
+    "moe_places",
     "padded_vocab_size",
     "parse_or_exit",
     "resolve",

@@ -99,6 +99,10 @@ IGNORED = (
     OtherFlag("--no-overlap-p2p-communication", 0, _XLA_COMM),
     OtherFlag("--no-align-param-gather", 0, _XLA_COMM),
     OtherFlag("--use-nccl-ub", 0, _XLA_COMM),
+    OtherFlag("--moe-token-dispatcher-type", 1, "tokens always go to their experts by an all-to-all"),
+    OtherFlag("--moe-grouped-gemm", 0, "a device's experts are always one batched product"),
+    OtherFlag("--moe-permute-fusion", 0, _XLA_FUSES),
+    OtherFlag("--moe-router-fusion", 0, _XLA_FUSES),
     OtherFlag("--local-rank", 1, "JAX finds out which process it is"),
     OtherFlag("--lazy-mpu-init", 1, _TORCH),
     OtherFlag("--use-cpu-initialization", 0, "initial weights never depend on the layout"),
@@ -141,7 +145,7 @@ IGNORED = (
 )
 
 _CONTEXT = "every sequence is divided over all context-parallel devices, in one of the ways of --cp-comm-type"
-_EXPERTS = "mixture of experts is not implemented yet"
+_EXPERTS = "of mixtures of experts only the options of --help are implemented"
 _SHARDED = "of sharded state only --use-distributed-optimizer is implemented"
 _FP8 = "8-bit arithmetic is not implemented"
 _DATA = "samples are cut from packed documents only"
@@ -174,23 +178,25 @@ UNSUPPORTED = (
     OtherFlag("--hierarchical-context-parallel-sizes", MANY, _CONTEXT),
     OtherFlag("--hybrid-context-parallel", 0, _CONTEXT),
     OtherFlag("--max-seqlen-per-dp-cp-rank", 1, _CONTEXT),
-    OtherFlag("--num-experts", 1, _EXPERTS),
-    OtherFlag("--expert-tensor-parallel-size", 1, _EXPERTS),
-    OtherFlag("--moe-router-topk", 1, _EXPERTS),
-    OtherFlag("--moe-router-load-balancing-type", MANY, _EXPERTS),
-    OtherFlag("--moe-router-pre-softmax", 0, _EXPERTS),
-    OtherFlag("--moe-router-score-function", 1, _EXPERTS),
-    OtherFlag("--moe-router-dtype", 1, _EXPERTS),
-    OtherFlag("--moe-aux-loss-coeff", MANY, _EXPERTS),
-    OtherFlag("--moe-z-loss-coeff", 1, _EXPERTS),
-    OtherFlag("--moe-ffn-hidden-size", 1, _EXPERTS),
-    OtherFlag("--moe-shared-expert-intermediate-size", 1, _EXPERTS),
-    OtherFlag("--moe-layer-freq", 1, _EXPERTS),
-    OtherFlag("--moe-token-dispatcher-type", 1, _EXPERTS),
-    OtherFlag("--moe-grouped-gemm", 0, _EXPERTS),
-    OtherFlag("--moe-permute-fusion", 0, _EXPERTS),
-    OtherFlag("--moe-expert-capacity-factor", 1, _EXPERTS),
-    OtherFlag("--moe-pad-expert-input-to-capacity", 0, _EXPERTS),
+    OtherFlag("--moe-input-jitter-eps", 1, _EXPERTS),
+    OtherFlag("--moe-token-dropping", 0, _EXPERTS),
+    OtherFlag("--moe-extended-tp", 0, _EXPERTS),
+    OtherFlag("--moe-apply-probs-on-input", 0, _EXPERTS),
+    OtherFlag("--moe-router-force-load-balancing", 0, _EXPERTS),
+    OtherFlag("--moe-router-padding-for-fp8", 0, _EXPERTS),
+    OtherFlag("--moe-router-padding-for-quantization", 0, _EXPERTS),
+    OtherFlag("--moe-use-legacy-grouped-gemm", 0, _EXPERTS),
+    OtherFlag("--moe-use-upcycling", 0, _EXPERTS),
+    OtherFlag("--moe-upcycling-granularity", 1, _EXPERTS),
+    OtherFlag("--moe-layer-recompute", 0, _EXPERTS),
+    OtherFlag("--moe-shared-expert-overlap", 0, _EXPERTS),
+    OtherFlag("--moe-shared-expert-gate", 0, _EXPERTS),
+    OtherFlag("--moe-enable-deepep", 0, _EXPERTS),
+    OtherFlag("--moe-deepep-num-sms", 1, _EXPERTS),
+    OtherFlag("--moe-flex-dispatcher-backend", 1, _EXPERTS),
+    OtherFlag("--moe-hybridep-num-sms", 1, _EXPERTS),
+    OtherFlag("--moe-per-layer-logging", 0, _EXPERTS),
+    OtherFlag("--moe-latent-size", 1, _EXPERTS),
     OtherFlag("--multi-latent-attention", 0, _ATTENTION),
     OtherFlag("--window-attn-skip-freq", 1, "all layers have the same --window-size"),
     OtherFlag("--kv-lora-rank", 1, _ATTENTION),
@@ -238,7 +244,6 @@ UNSUPPORTED = (
 """Flags that are known and refused. Deleting a row is what it takes to free the name for a field."""
 
 UNSUPPORTED_FAMILIES = (
-    ("--moe-", _EXPERTS),
     ("--fp8-", _FP8),
     ("--fp4-", _FP8),
     ("--fsdp-", _SHARDED),
@@ -258,6 +263,3 @@ UNSUPPORTED_FAMILIES = (
     ("--bert-", "only GPT models are implemented so far"),
 )
 """(beginning, reason): flags refused by how they begin, unless a row above or an option names them."""
-
-UNSUPPORTED_DEGREES = (("expert_model_parallel_size", _EXPERTS),)
-"""Options that exist but must stay 1, with the reason. Deleting a row allows larger values."""

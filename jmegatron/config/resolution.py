@@ -4,6 +4,7 @@ Reference: the derived values of `validate_args` in `megatron/training/arguments
 of `megatron/training/vocab_utils.py`.
 """
 
+import ast
 import dataclasses
 import math
 import re
@@ -68,11 +69,16 @@ def resolve(config: Config, vocab_size: int | None = None, data_parallel_size: i
 
 
 def _resolve_parallel(config: Config) -> ParallelConfig:
-    """Returns the parallel section with the schedule that the number of chunks a stage asks for."""
+    """Returns the parallel section with the schedule that the chunks ask for, and the division of experts over tp."""
     parallel = config.parallel
     several = num_chunks_of(layer_split_of(config)) > 1
     derived: PipelineSchedule = "interleaved" if several else "1f1b"
-    return dataclasses.replace(parallel, pipeline_schedule=parallel.pipeline_schedule or derived)
+    experts = parallel.expert_tensor_parallel_size
+    if config.model.num_experts is not None:
+        experts = experts or parallel.tensor_model_parallel_size
+    return dataclasses.replace(
+        parallel, pipeline_schedule=parallel.pipeline_schedule or derived, expert_tensor_parallel_size=experts
+    )
 
 
 def _resolve_duration(training: TrainingConfig) -> TrainingConfig:
@@ -134,10 +140,13 @@ def _resolve_model(config: Config, tokenizer_vocab_size: int | None) -> ModelCon
     activation = model.activation or ("gelu_erf" if model.disable_bias_linear else "gelu_tanh")
     groups = model.num_query_groups or (1 if model.group_query_attention else model.num_attention_heads)
     vocab, padded = _resolve_vocab(config, tokenizer_vocab_size)
+    ffn_hidden_size = model.ffn_hidden_size or default_ffn_hidden_size(model.hidden_size, activation)
+    experts_width = None if model.num_experts is None else model.moe_ffn_hidden_size or ffn_hidden_size
     return dataclasses.replace(
         model,
         activation=activation,
-        ffn_hidden_size=model.ffn_hidden_size or default_ffn_hidden_size(model.hidden_size, activation),
+        ffn_hidden_size=ffn_hidden_size,
+        moe_ffn_hidden_size=experts_width,
         num_query_groups=groups,
         kv_channels=model.kv_channels or model.hidden_size // model.num_attention_heads,
         max_position_embeddings=model.max_position_embeddings or model.seq_length,
@@ -152,6 +161,84 @@ def default_ffn_hidden_size(hidden_size: int, activation: str) -> int:
     Only swiglu is narrowed there, to keep its three matrices near the size of the usual two.
     """
     return int(4 * hidden_size * 2 / 3) // 64 * 64 if activation == "swiglu" else 4 * hidden_size
+
+
+def moe_layers(model: ModelConfig) -> tuple[bool, ...]:
+    """Returns which layers are mixtures of experts.
+
+    Raises:
+        ConfigError: `moe_layer_freq` cannot be read, or is for another number of layers.
+    """
+    if model.num_experts is None:
+        return (False,) * model.num_layers
+    text = "1" if model.moe_layer_freq is None else model.moe_layer_freq.strip()
+    pattern: list[int] | int | None = None
+    try:
+        pattern = _pattern(ast.parse(text[:10000], mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        pattern = None
+    if isinstance(pattern, int):
+        pattern = [int(layer % pattern == 0) for layer in range(model.num_layers)] if pattern > 0 else None
+    if pattern is None or len(pattern) != model.num_layers or not set(pattern) <= {0, 1} or 1 not in pattern:
+        raise problem(
+            "It cannot be told which layers have experts.",
+            where=("moe_layer_freq", "num_layers"),
+            got=f"{text[:200]!r}, num_layers {model.num_layers}",
+            expected="a number from 1 on, or a list with 1 (experts) or 0 for each layer and at least one 1, with + and"
+            " * to join and repeat",
+            fix="write for instance --moe-layer-freq 2, or "
+            f"--moe-layer-freq '[0]*1+[1]*{max(1, model.num_layers - 1)}'",
+        )
+    return tuple(bool(one) for one in pattern)
+
+
+def moe_places(config: Config) -> tuple[bool, ...]:
+    """Returns which of the layers that stand first, second, ... in a chunk are mixtures of experts.
+
+    Raises:
+        ConfigError: Layers that one program runs differ, or the layers do not fit the pipeline.
+    """
+    experts, split = moe_layers(config.model), layer_split_of(config)
+    if len(set(experts)) == 1:
+        return (experts[0],) * len(layers_at_places(split))
+    kinds = {True: "experts", False: "none"}
+    for place, layers in enumerate(layers_at_places(split)):
+        other = next((layer for layer in layers if experts[layer] != experts[layers[0]]), None)
+        if other is not None:
+            raise problem(
+                "Of layers at the same place of different stages or chunks some have experts and some have not.",
+                where=("moe_layer_freq", "pipeline_model_parallel_size"),
+                got=f"{kinds[experts[layers[0]]]} in layer {layers[0] + 1} and {kinds[experts[other]]} in layer"
+                f" {other + 1}, both number {place + 1} of their chunks",
+                expected="the same pattern in each of the "
+                f"{split.num_stages * num_chunks_of(split)} chunks, since one program runs them all",
+                fix="choose a moe_layer_freq that repeats from chunk to chunk, or other chunks",
+            )
+    return tuple(experts[layers[0]] for layers in layers_at_places(split))
+
+
+_LONGEST_PATTERN = 100_000
+
+
+def _pattern(node: ast.AST) -> list[int] | int:
+    """Returns the value of an expression of integers, lists of them, + and *."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List | ast.Tuple):
+        entries = [_pattern(entry) for entry in node.elts]
+        numbers = [entry for entry in entries if isinstance(entry, int)]
+        if len(numbers) == len(entries):
+            return numbers
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        a, b = _pattern(node.left), _pattern(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(a, list) and isinstance(b, list):
+            return a + b
+        if isinstance(node.op, ast.Mult) and isinstance(a, list) != isinstance(b, list):
+            items, times = (a, b) if isinstance(a, list) else (b, a)
+            assert isinstance(items, list) and isinstance(times, int)
+            if len(items) * times <= _LONGEST_PATTERN:
+                return items * times
+    raise ValueError("no pattern")
 
 
 def attention_window(model: ModelConfig) -> int | None:

@@ -91,6 +91,47 @@ class ModelConfig:
     mask_padded_vocab: bool = True
     """Own option: padded rows take no part in the softmax, so every layout gives the same loss. Off: the reference's behaviour, where they do."""  # noqa: E501
 
+    num_experts: int | None = None
+    """Experts of each mixture-of-experts layer, in place of the feed-forward layer. Not set: a dense model."""
+    moe_layer_freq: str | None = None
+    """Which layers have experts: N for every N-th, beginning with the first, or a list with 1 or 0 for each layer, such as '([0]*1+[1]*3)*2'. Not set: all."""  # noqa: E501
+    moe_ffn_hidden_size: int | None = None
+    """Width of each expert. Derived: ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Width of a feed-forward layer that every token passes beside its experts. Not set: there is none."""
+    moe_router_topk: int = 2
+    """Experts of each token."""
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts before the choice, so that a token's weights do not sum to 1; needed with moe_router_topk 1."""  # noqa: E501
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits; the sigmoids of a token's experts are divided by their sum."""
+    moe_router_enable_expert_bias: bool = False
+    """Choose experts by score plus a bias that follows their loads from step to step. Needs sigmoid."""
+    moe_router_bias_update_rate: float = 1e-3
+    """What a step adds to the bias of an expert with fewer tokens than the mean, and takes from that of one with more."""  # noqa: E501
+    moe_router_num_groups: int | None = None
+    """Divide the experts into so many groups, of which each token uses moe_router_group_topk."""
+    moe_router_group_topk: int | None = None
+    """Groups of each token, those whose best moe_router_topk / moe_router_group_topk scores have the largest sum."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Multiply the weights of each token's experts by this."""
+    moe_router_dtype: Literal["fp32"] | None = None
+    """Multiply hidden states and the router's matrix in this type. Not set: in that of the model; scores are float32."""  # noqa: E501
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = "aux_loss"
+    """Over which tokens the auxiliary loss evens out the loads: those of a micro-batch of one replica, of each sequence, or of a micro-batch of all replicas."""  # noqa: E501
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the auxiliary loss in the objective; 0 is none."""
+    moe_z_loss_coeff: float | None = None
+    """Weight in the objective of the mean of the squared log-sum-exp of the router's logits. Not set: none."""
+    moe_expert_capacity_factor: float | None = None
+    """Let an expert take at most this times its even share of a device's tokens, and drop the others. Not set: none are dropped."""  # noqa: E501
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """Which tokens an expert keeps when there are too many: those of the largest weights, or the first."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Multiply as many rows as the capacity has room for, however many there are. Needs moe_expert_capacity_factor."""
+    moe_receive_bound_factor: float | None = None
+    """Own option: memory for the rows that a device receives, over those of an even load, at least 1; rows beyond it are dropped and counted. Not set: memory for all that can come, and none are dropped."""  # noqa: E501
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -123,7 +164,9 @@ class ParallelConfig:
     cp_comm_type: tuple[str, ...] = ("p2p",)
     """How attention reaches the tokens that other context-parallel devices hold. p2p: keys and values go round a ring; all_gather: those of the whole sequence, for one layer at a time; a2a: tokens are exchanged for heads, which needs a multiple of context_parallel_size of key/value heads on each tensor-parallel device. One value, or one for each layer."""  # noqa: E501
     expert_model_parallel_size: int = 1
-    """Devices that share the experts of a layer (mesh axis ep)."""
+    """Devices that share the experts of a layer (mesh axis ep); for everything else they are data-parallel ones."""
+    expert_tensor_parallel_size: int | None = None
+    """Devices that share each expert's matrices: tensor_model_parallel_size, or 1 for whole experts on each of them. Derived: tensor_model_parallel_size."""  # noqa: E501
     sequence_parallel: bool = False
     """Shard norms, dropout and residual over the sequence on the tp axis. Without effect at tensor_model_parallel_size 1."""  # noqa: E501
     use_distributed_optimizer: bool = False

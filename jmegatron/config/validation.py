@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jmegatron.config.layer_split import layer_split_of, num_chunks_of
-from jmegatron.config.megatron_flags import UNSUPPORTED_DEGREES
 from jmegatron.config.options import flag_of, options, problem
-from jmegatron.config.resolution import attention_window, cp_comm_types, resolve
+from jmegatron.config.resolution import attention_window, cp_comm_types, moe_places, resolve
 from jmegatron.config.sections import Config
 from jmegatron.errors import ConfigError
 
@@ -49,6 +48,19 @@ _RANGES: dict[str, tuple[int | float, int | float]] = {
     "microbatch_group_size_per_virtual_pipeline_stage": (1, _INF),
     "context_parallel_size": (1, _INF),
     "expert_model_parallel_size": (1, _INF),
+    "num_experts": (1, _INF),
+    "moe_ffn_hidden_size": (1, _INF),
+    "moe_shared_expert_intermediate_size": (1, _INF),
+    "moe_router_topk": (1, _INF),
+    "moe_router_bias_update_rate": (0, _INF),
+    "moe_router_num_groups": (1, _INF),
+    "moe_router_group_topk": (1, _INF),
+    "moe_router_topk_scaling_factor": (0, _INF),
+    "moe_aux_loss_coeff": (0, _INF),
+    "moe_z_loss_coeff": (0, _INF),
+    "moe_expert_capacity_factor": (0, _INF),
+    "moe_receive_bound_factor": (1, _INF),
+    "expert_tensor_parallel_size": (1, _INF),
     "lr": (0, _INF),
     "min_lr": (0, _INF),
     "decoupled_lr": (0, _INF),
@@ -143,6 +155,8 @@ _OPEN_BELOW = {
     "adam_eps",
     "init_method_std",
     "assumed_tflops",
+    "moe_router_topk_scaling_factor",
+    "moe_expert_capacity_factor",
 }
 
 
@@ -156,7 +170,6 @@ def validate(config: Config) -> None:
         _check_ranges,
         _check_duration,
         _check_low_memory_schedule,
-        _check_degrees,
         _check_layers_of_stages,
         _check_schedule,
         _check_overlap_of_schedule,
@@ -176,6 +189,12 @@ def validate(config: Config) -> None:
         _check_context_parallel,
         _check_comm_type,
         _check_heads_of_a2a,
+        _check_experts_used,
+        _check_experts,
+        _check_expert_tensor_parallel,
+        _check_router,
+        _check_router_groups,
+        _check_capacity,
         _check_vocab,
         _check_learning_rate,
         _check_decoupled_rate,
@@ -295,20 +314,6 @@ def _out_of_range(name: str, value: int | float, expected: str) -> ConfigError:
         expected=expected,
         fix=f"set {flag_of(name)} to a value that is {expected}",
     )
-
-
-def _check_degrees(config: Config) -> None:
-    degrees = _degrees(config)
-    for name, reason in UNSUPPORTED_DEGREES:
-        if degrees[name] > 1:
-            raise problem(
-                f"{name} must be 1.",
-                where=(name,),
-                got=str(degrees[name]),
-                expected=f"1: {reason}",
-                fix=f"remove {flag_of(name)}; --tensor-model-parallel-size, --pipeline-model-parallel-size, "
-                "--context-parallel-size and data parallelism are available",
-            )
 
 
 # --- pipeline ----------------------------------------------------------------------------------------------------
@@ -509,6 +514,155 @@ def _check_heads(config: Config) -> None:
             got=f"hidden_size {model.hidden_size}, num_attention_heads {heads}, no kv_channels",
             expected="hidden_size to be a multiple of num_attention_heads, or kv_channels to be given",
             fix=f"set --hidden-size to {_nearest_multiple(model.hidden_size, heads)}, or give --kv-channels",
+        )
+
+
+def _check_experts_used(config: Config) -> None:
+    if config.model.num_experts is not None:
+        return
+    given = [
+        name
+        for name, option in options().items()
+        if name.startswith("moe_") and getattr(config.model, name) != option.default
+    ]
+    if given or config.parallel.expert_model_parallel_size > 1 or config.parallel.expert_tensor_parallel_size:
+        names = given or ["expert_model_parallel_size", "expert_tensor_parallel_size"]
+        raise problem(
+            "Options of a mixture of experts are given to a dense model.",
+            where=names,
+            got=", ".join(f"{name} {dict(_values(config))[name]}" for name in names) + ", no num_experts",
+            expected="num_experts to be given as well",
+            fix=f"give --num-experts, or leave {', '.join(flag_of(name) for name in names)} out",
+        )
+
+
+def _check_experts(config: Config) -> None:
+    experts, ep = config.model.num_experts, config.parallel.expert_model_parallel_size
+    if experts is None:
+        return
+    if experts % ep:
+        raise problem(
+            "The experts cannot be divided among the expert-parallel devices.",
+            where=("num_experts", "expert_model_parallel_size"),
+            got=f"num_experts {experts}, expert_model_parallel_size {ep}",
+            expected="num_experts to be a multiple of expert_model_parallel_size",
+            fix=f"set --expert-model-parallel-size to one of {_divisors(experts)}",
+        )
+    moe_places(config)
+    if config.parallel.tensor_model_parallel_size > 1:
+        local = config.model.seq_length // config.parallel.context_parallel_size
+        if local % config.parallel.tensor_model_parallel_size:
+            raise problem(
+                "The tokens of a sequence cannot be divided among the tensor-parallel devices, each routing a part.",
+                where=("seq_length", "tensor_model_parallel_size", "context_parallel_size"),
+                got=f"seq_length {config.model.seq_length}, context_parallel_size "
+                f"{config.parallel.context_parallel_size}, tensor_model_parallel_size "
+                f"{config.parallel.tensor_model_parallel_size}",
+                expected="seq_length / context_parallel_size to be a multiple of tensor_model_parallel_size",
+                fix="change --seq-length or --tensor-model-parallel-size",
+            )
+
+
+def _check_expert_tensor_parallel(config: Config) -> None:
+    size, tp = config.parallel.expert_tensor_parallel_size, config.parallel.tensor_model_parallel_size
+    if size is not None and size not in (1, tp):
+        raise problem(
+            "Experts can be divided over all tensor-parallel devices, or over none.",
+            where=("expert_tensor_parallel_size", "tensor_model_parallel_size"),
+            got=f"expert_tensor_parallel_size {size}, tensor_model_parallel_size {tp}",
+            expected=f"1{f' or {tp}' if tp > 1 else ''}",
+            fix=f"set --expert-tensor-parallel-size to {tp}, or leave it out",
+        )
+    model = resolve(config).model
+    width = model.moe_ffn_hidden_size
+    if model.num_experts is not None and width is not None and (size or tp) > 1 and width % tp:
+        raise problem(
+            "The width of an expert cannot be divided among the tensor-parallel devices.",
+            where=("moe_ffn_hidden_size", "tensor_model_parallel_size", "expert_tensor_parallel_size"),
+            got=f"moe_ffn_hidden_size {width}, tensor_model_parallel_size {tp}",
+            expected="moe_ffn_hidden_size to be a multiple of tensor_model_parallel_size",
+            fix=f"set --moe-ffn-hidden-size to {_nearest_multiple(width, tp)}, or --expert-tensor-parallel-size 1",
+        )
+    shared = model.moe_shared_expert_intermediate_size
+    if shared is not None and shared % tp:
+        raise problem(
+            "The width of the shared expert cannot be divided among the tensor-parallel devices.",
+            where=("moe_shared_expert_intermediate_size", "tensor_model_parallel_size"),
+            got=f"moe_shared_expert_intermediate_size {shared}, tensor_model_parallel_size {tp}",
+            expected="a multiple of tensor_model_parallel_size",
+            fix=f"set --moe-shared-expert-intermediate-size to {_nearest_multiple(shared, tp)}",
+        )
+
+
+def _check_router(config: Config) -> None:
+    model = config.model
+    if model.num_experts is None:
+        return
+    if model.moe_router_topk > model.num_experts:
+        raise problem(
+            "A token cannot have more experts than there are.",
+            where=("moe_router_topk", "num_experts"),
+            got=f"moe_router_topk {model.moe_router_topk}, num_experts {model.num_experts}",
+            expected="moe_router_topk of at most num_experts",
+            fix=f"set --moe-router-topk to {model.num_experts} or less",
+        )
+    softmax = model.moe_router_score_function == "softmax"
+    if model.moe_router_topk == 1 and softmax and not model.moe_router_pre_softmax:
+        raise problem(
+            "The router would learn nothing: the softmax over a single expert is 1 whatever its logit is.",
+            where=("moe_router_topk", "moe_router_pre_softmax"),
+            got="moe_router_topk 1 without moe_router_pre_softmax",
+            expected="moe_router_pre_softmax with moe_router_topk 1",
+            fix="add --moe-router-pre-softmax, or use --moe-router-score-function sigmoid",
+        )
+    if model.moe_router_enable_expert_bias and softmax:
+        raise problem(
+            "The bias of experts is added to sigmoids only.",
+            where=("moe_router_enable_expert_bias", "moe_router_score_function"),
+            got="moe_router_enable_expert_bias with moe_router_score_function softmax",
+            expected="moe_router_score_function sigmoid",
+            fix="add --moe-router-score-function sigmoid, or leave --moe-router-enable-expert-bias out",
+        )
+
+
+def _check_router_groups(config: Config) -> None:
+    model = config.model
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    if model.num_experts is None or (groups is None and chosen is None):
+        return
+    fits = groups is not None and chosen is not None and chosen <= groups and model.num_experts % groups == 0
+    if fits:
+        assert groups is not None and chosen is not None
+        each, left = divmod(model.moe_router_topk, chosen)
+        fits = not left and each <= model.num_experts // groups
+    if not fits:
+        raise problem(
+            "The groups of experts do not fit.",
+            where=("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk", "num_experts"),
+            got=f"moe_router_num_groups {groups}, moe_router_group_topk {chosen}, moe_router_topk "
+            f"{model.moe_router_topk}, num_experts {model.num_experts}",
+            expected="both given, groups that divide the experts, and a moe_router_group_topk of at most the groups "
+            "that divides moe_router_topk into no more than the experts of a group",
+            fix="change them so that they do, or leave --moe-router-num-groups and --moe-router-group-topk out",
+        )
+
+
+def _check_capacity(config: Config) -> None:
+    model = config.model
+    if model.num_experts is None or model.moe_expert_capacity_factor is not None:
+        return
+    given = [
+        name
+        for name in ("moe_pad_expert_input_to_capacity", "moe_token_drop_policy")
+        if getattr(model, name) != options()[name].default
+    ]
+    if given:
+        raise problem(
+            "Without a capacity no token is dropped and nothing padded.",
+            where=(*given, "moe_expert_capacity_factor"),
+            got=f"{', '.join(given)}, no moe_expert_capacity_factor",
+            expected="moe_expert_capacity_factor to be given as well",
+            fix=f"give --moe-expert-capacity-factor, or leave {', '.join(flag_of(name) for name in given)} out",
         )
 
 

@@ -1,7 +1,7 @@
-"""Hugging Face's folders (config.json, safetensors) of GPT-2, Llama, Mistral, Qwen2, Qwen3 <-> our arrays.
+"""Hugging Face's folders (config.json, safetensors) of GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3 <-> our arrays.
 
 No communication, no jax, neither torch nor transformers. Import and export are loops over `pieces`, one tensor or two
-at a time:
+at a time (of a mixture of experts those of all experts of a layer):
 
     options = read_config(folder)                                         # the model, as options of ours
     source = SafetensorsFolder(folder)
@@ -175,6 +175,14 @@ def _llama_layer(o: Mapping[str, Any], layer: int, prefix: str) -> list[Piece]:
             for p in _norm(f"layers/attention/{ours}", layer, f"{prefix}self_attn.{theirs}", d, "RMSNorm")
         ]
 
+    def feed_forward() -> list[Piece]:
+        if o["num_experts"] is not None:
+            return _mixtral_experts(o, layer, f"{prefix}block_sparse_moe.")
+        return [
+            *dense("mlp/up", ("mlp.gate_proj", "mlp.up_proj"), (hidden, ffn), 1, use_bias),
+            *dense("mlp/down", ("mlp.down_proj",), (ffn, hidden), 1, use_bias),
+        ]
+
     qkv_bias = use_bias or o["add_qkv_bias"]
     return [
         *_norm("layers/input_norm", layer, f"{prefix}input_layernorm", hidden, "RMSNorm"),
@@ -183,8 +191,34 @@ def _llama_layer(o: Mapping[str, Any], layer: int, prefix: str) -> list[Piece]:
         *head_norms(),
         *dense("attention/output", ("self_attn.o_proj",), (*heads, hidden), 2, use_bias),
         *_norm("layers/mlp_norm", layer, f"{prefix}post_attention_layernorm", hidden, "RMSNorm"),
-        *dense("mlp/up", ("mlp.gate_proj", "mlp.up_proj"), (hidden, ffn), 1, use_bias),
-        *dense("mlp/down", ("mlp.down_proj",), (ffn, hidden), 1, use_bias),
+        *feed_forward(),
+    ]
+
+
+def _mixtral_experts(o: Mapping[str, Any], layer: int, prefix: str) -> list[Piece]:
+    """Router, gate (w1) and up (w3), down (w2); ours have all experts of a layer in one array each."""
+    hidden, ffn, number = o["hidden_size"], o["moe_ffn_hidden_size"], o["num_experts"]
+    at = lambda path: Slot(f"layers/moe/{path}/kernel", layer)  # noqa: E731
+
+    def all_experts(slot: Slot, theirs: tuple[str, ...], one: Piece) -> Piece:
+        """`one` is the piece of a single expert."""
+        names = tuple(f"{prefix}experts.{expert}.{name}.weight" for expert in range(number) for name in theirs)
+        count = len(theirs)
+
+        def to_ours(arrays: Arrays) -> Arrays:
+            parts = [arrays[i : i + count] for i in range(0, len(arrays), count)]
+            return (np.stack([one.to_ours(part)[0] for part in parts]),)
+
+        def to_theirs(ours: Arrays) -> Arrays:
+            return tuple(array for expert in ours[0] for array in one.to_theirs((expert,)))
+
+        return Piece((slot,), names, one.their_shapes * number, to_ours, to_theirs)
+
+    up, down = at("experts/up"), at("experts/down")
+    return [
+        linear(at("router"), f"{prefix}gate.weight", (hidden, number), 1),
+        all_experts(up, ("w1", "w3"), _paired(up, ("", ""), (hidden, ffn), 1)),
+        all_experts(down, ("w2",), linear(down, "", (ffn, hidden), 1)),
     ]
 
 

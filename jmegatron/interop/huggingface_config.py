@@ -14,15 +14,32 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jmegatron.config import Config, ModelConfig, attention_window
+from jmegatron.config import Config, ModelConfig, attention_window, moe_layers
 from jmegatron.config.options import problem
 from jmegatron.interop.safetensors_folder import DType, read_json
 
 Options = dict[str, Any]
 
-FREE_OPTIONS = ("seq_length", "make_vocab_size_divisible_by", "padded_vocab_size")
+FREE_OPTIONS = (
+    "seq_length",
+    "make_vocab_size_divisible_by",
+    "padded_vocab_size",
+    "moe_router_dtype",
+    "moe_receive_bound_factor",
+)
 """Options of the section `model` that a model does not fix."""
-_TRAINING_OPTIONS = ("hidden_dropout", "attention_dropout", "init_method_std")
+_TRAINING_OPTIONS = (
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
+    "moe_expert_capacity_factor",
+    "moe_token_drop_policy",
+    "moe_pad_expert_input_to_capacity",
+)
 """Options that a trained model does not depend on; not every family's config.json has room for them."""
 
 _DTYPES: dict[str, DType] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -63,6 +80,7 @@ _NEUTRAL: dict[str, Any] = {
     "rope_interleaved": False,
     "scale_attn_by_inverse_layer_idx": False,
     "scale_attn_weights": True,
+    "router_jitter_noise": 0.0,
     "tie_encoder_decoder": False,
 }
 """Fields that change the computation, and their one value that is done here (where a family does not map them)."""
@@ -70,7 +88,8 @@ _NEUTRAL: dict[str, Any] = {
 _HARMLESS_NAMES = """
 model_type architectures transformers_version transformers.js_config tokenizer_class torch_dtype dtype name_or_path
 is_llama_config unsloth_version unsloth_fixed use_cache use_bfloat16 torchscript tf_legacy_loss return_dict
-output_attentions output_hidden_states output_past chunk_size_feed_forward tie_last_hidden_states is_decoder
+output_attentions output_hidden_states output_router_logits output_past chunk_size_feed_forward
+tie_last_hidden_states is_decoder
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id prefix decoder_start_token_id
 forced_bos_token_id forced_eos_token_id id2label label2id num_labels problem_type finetuning_task
 task_specific_params n_special predict_special_tokens summary_activation summary_first_dropout
@@ -242,6 +261,11 @@ _DEFAULTS: Options = {
     "qk_layernorm": False,
     "hidden_dropout": 0.0,
     "mask_padded_vocab": True,
+    **{
+        field.name: field.default
+        for field in dataclasses.fields(ModelConfig)
+        if field.name.startswith(("moe_", "num_experts")) and field.name not in FREE_OPTIONS
+    },
 }
 
 
@@ -266,7 +290,7 @@ def _family_of(original: Mapping[str, Any], where: str) -> _Family:
             "The architecture is not known here.",
             where=where,
             got=f"model_type {_short(name)}, architectures {_short(classes)}"
-            + (f", with {', '.join(experts)}: mixtures of experts are not there yet" if experts else ""),
+            + (f", with {', '.join(experts)}: this mixture of experts is not there yet" if experts else ""),
             expected="one of " + ", ".join(f"{key} ({one.architectures[0]})" for key, one in _FAMILIES.items()),
             fix="take a model of one of these architectures",
         )
@@ -341,6 +365,20 @@ def _read_llama(fields: _Fields) -> Options:
 def _read_mistral(fields: _Fields) -> Options:
     window = None if fields.is_null("sliding_window") else fields.count("sliding_window", 4096)
     return _read_common(fields, "needed") | {"window_size": _checked_layer_types(fields, window)}
+
+
+def _read_mixtral(fields: _Fields) -> Options:
+    missing = fields.raw("sliding_window") is None
+    window = None if missing else fields.count("sliding_window")
+    options = _read_common(fields, "needed") | {"window_size": _checked_layer_types(fields, window)}
+    # A softmax over all experts whose chosen ones are divided by their sum is the softmax over the chosen.
+    experts, chosen = fields.count("num_local_experts", 8), fields.count("num_experts_per_tok", 2)
+    if chosen > experts or chosen < 2:
+        fields.refuse("num_experts_per_tok", f"{chosen}, expected 2 to num_local_experts {experts}")
+    # Theirs is k times ours, and over all layers together; only training would need it.
+    fields.number("router_aux_loss_coef", 0.001)
+    width = options["ffn_hidden_size"]
+    return options | {"num_experts": experts, "moe_router_topk": chosen, "moe_ffn_hidden_size": width}
 
 
 def _read_qwen2(fields: _Fields) -> Options:
@@ -499,6 +537,13 @@ def _write_mistral(options: Options) -> dict[str, Any]:
     return _write_common(options) | {"sliding_window": _their_window(options)}
 
 
+def _write_mixtral(options: Options) -> dict[str, Any]:
+    return _write_mistral(options) | {
+        "num_local_experts": options["num_experts"],
+        "num_experts_per_tok": options["moe_router_topk"],
+    }
+
+
 def _write_qwen2(options: Options) -> dict[str, Any]:
     window = _their_window(options)
     return _write_common(options) | {
@@ -518,6 +563,7 @@ _FAMILIES = {
     "mistral": _Family("Mistral", ("MistralForCausalLM", "MistralModel"), _read_mistral, _write_mistral),
     "qwen2": _Family("Qwen2", ("Qwen2ForCausalLM", "Qwen2Model"), _read_qwen2, _write_qwen2),
     "qwen3": _Family("Qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), _read_qwen3, _write_qwen3),
+    "mixtral": _Family("Mixtral", ("MixtralForCausalLM", "MixtralModel"), _read_mixtral, _write_mixtral),
 }
 
 
@@ -537,6 +583,10 @@ def model_options(config: Config) -> Options:
         "add_qkv_bias": model.add_qkv_bias and model.disable_bias_linear,
         "mask_padded_vocab": model.mask_padded_vocab or model.padded_vocab_size == model.vocab_size,
     }
+    if model.num_experts is not None:
+        # Of layers that all have experts the width of a dense one says nothing.
+        spelled |= {"moe_layer_freq": None} if all(moe_layers(model)) else {}
+        spelled |= {"ffn_hidden_size": model.moe_ffn_hidden_size} if all(moe_layers(model)) else {}
     if not rope:
         spelled |= {name: _DEFAULTS[name] for name in ("rotary_base", "rotary_percent", "rotary_interleaved")}
     names = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in FREE_OPTIONS]

@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from jmegatron.interop.pieces import Arrays, Piece, Slot, check_finite, flat, li
 from jmegatron.interop.torch_dist import StoredTensor, TorchDistReader
 from jmegatron.layers.attention import AttentionSettings
 from jmegatron.models.gpt import GPTSettings, gpt_specs
-from jmegatron.models.transformer import LayerParallel
+from jmegatron.models.transformer import LayerParallel, partial_stacks
 from jmegatron.optimizer.optimizers import OptimizerSettings, build_optimizer
 from jmegatron.optimizer.schedules import LearningRateSchedule, WeightDecaySchedule
 
@@ -54,6 +54,19 @@ _LAYER = {
     "mlp/up/bias": ("mlp.linear_fc1.bias", 0),
     "mlp/down/kernel": ("mlp.linear_fc2.weight", 1),
     "mlp/down/bias": ("mlp.linear_fc2.bias", 0),
+    "moe/router/kernel": ("mlp.router.weight", 1),
+    "moe/router/expert_bias": ("mlp.router.expert_bias", 0),
+    "moe/shared/up/kernel": ("mlp.shared_experts.linear_fc1.weight", 1),
+    "moe/shared/up/bias": ("mlp.shared_experts.linear_fc1.bias", 0),
+    "moe/shared/down/kernel": ("mlp.shared_experts.linear_fc2.weight", 1),
+    "moe/shared/down/bias": ("mlp.shared_experts.linear_fc2.bias", 0),
+}
+# The same for parameters with a leading dim of experts, which a checkpoint holds stacked behind the layers.
+_EXPERTS = {
+    "moe/experts/up/kernel": ("mlp.experts.experts.linear_fc1.weight", 1),
+    "moe/experts/up/bias": ("mlp.experts.experts.linear_fc1.bias", 0),
+    "moe/experts/down/kernel": ("mlp.experts.experts.linear_fc2.weight", 1),
+    "moe/experts/down/bias": ("mlp.experts.experts.linear_fc2.bias", 0),
 }
 # A checkpoint calls the norms by what follows them, since Transformer Engine fuses the two.
 _STORED = {
@@ -101,10 +114,14 @@ def pieces(settings: GPTSettings, vocabulary_rows: int | None = None) -> list[Pi
             found.append(flat(Slot(path), _MODEL[path], shape))
         elif not path.startswith("layers/"):
             raise _no_counterpart(path)
+    stacks = partial_stacks(settings.settings_at(settings.num_layers))
     for layer in range(settings.num_layers):
         for path, shape in our_shapes.items():
-            if path.startswith("layers/"):
-                found += _layer_pieces(path, layer, shape[1:], our_shapes, settings)
+            if not path.startswith("layers/"):
+                continue
+            present = stacks.get(path.split("/")[1], (True,) * settings.num_layers)
+            if present[layer]:
+                found += _layer_pieces(path, layer, sum(present[:layer]), shape[1:], our_shapes, settings)
     return found
 
 
@@ -127,8 +144,9 @@ def _no_counterpart(path: str) -> UsageError:
 
 
 def _layer_pieces(
-    path: str, layer: int, shape: tuple[int, ...], our_shapes: Mapping[str, Any], settings: GPTSettings
+    path: str, layer: int, index: int, shape: tuple[int, ...], our_shapes: Mapping[str, Any], settings: GPTSettings
 ) -> list[Piece]:
+    """Returns the piece of a parameter of a layer, which is number `index` of those that have it."""
     own = path.removeprefix("layers/")
     if own.startswith("attention/key_value/"):
         return []  # with the queries
@@ -136,13 +154,27 @@ def _layer_pieces(
         leaf = own.removeprefix("attention/query/")
         name = f"decoder.layers.{layer}.self_attention.linear_qkv.{'weight' if leaf == 'kernel' else 'bias'}"
         other = f"layers/attention/key_value/{leaf}"
-        slots = (Slot(path, layer), Slot(other, layer))
+        slots = (Slot(path, index), Slot(other, index))
         return [_qkv(slots, name, (shape, our_shapes[other][1:]), settings.layer.attention)]
+    if own in _EXPERTS:
+        name, num_inputs = _EXPERTS[own]
+        return [_experts(Slot(path, index), f"decoder.layers.{layer}.{name}", shape, num_inputs)]
     if own not in _LAYER:
         raise _no_counterpart(path)
     name, num_inputs = _LAYER[own]
-    slot, name = Slot(path, layer), f"decoder.layers.{layer}.{name}"
+    slot, name = Slot(path, index), f"decoder.layers.{layer}.{name}"
     return [linear(slot, name, shape, num_inputs) if num_inputs else flat(slot, name, shape)]
+
+
+def _experts(slot: Slot, name: str, shape: tuple[int, ...], num_inputs: int) -> Piece:
+    """Returns the piece of all experts' weights or biases of a layer, [experts, out, in] there."""
+    one = (linear if num_inputs else flat)(slot, name, shape[1:], *([num_inputs] if num_inputs else []))
+
+    def each(how: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:
+        return lambda arrays: (np.stack([how((array,))[0] for array in arrays[0]]),)
+
+    their_shape = (shape[0], *one.their_shapes[0])
+    return Piece((slot,), (name,), (their_shape,), each(one.to_ours), each(one.to_theirs))
 
 
 def _vocabulary(slot: Slot, name: str, shape: tuple[int, ...], rows: int, settings: GPTSettings) -> Piece:
@@ -207,9 +239,17 @@ _SAME_OPTIONS = (
     *("apply_layernorm_1p", "add_qkv_bias", "untie_embeddings_and_output_weights", "qk_layernorm"),
     *("hidden_dropout", "attention_dropout", "init_method_std", "vocab_size", "padded_vocab_size"),
 )
+# Only with experts: the arguments have their defaults in dense models as well.
+_EXPERT_OPTIONS = (
+    *("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk"),
+    *("moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias"),
+    *("moe_router_bias_update_rate", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_router_topk_scaling_factor", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
+)
 # What changes the model and is not there here: argument -> values that mean that it is not used.
 _ABSENT: Mapping[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0),
+    "moe_layer_freq": (None, 1),
     "multi_latent_attention": (None, False),
     "mtp_num_layers": (None, 0),
     "heterogeneous_layers_config_path": (None,),
@@ -258,6 +298,8 @@ def options(arguments: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int,
 def _options_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: value for name, value in arguments.items() if isinstance(value, str | int | float)}
     found = {name: plain[name] for name in _SAME_OPTIONS if name in plain}
+    if plain.get("num_experts"):
+        found |= {name: plain[name] for name in _EXPERT_OPTIONS if name in plain}
     heads = plain.get("num_attention_heads")
     if "group_query_attention" in plain and heads is not None:
         # Without it the number of groups, which is there all the same, does not count.
@@ -311,6 +353,12 @@ def _options_of_tensors(
         found["add_qkv_bias"] = f"{attention}qkv.bias" in shape
     if len(shape.get(f"{mlp}fc2.weight", ())) == 3:
         found["ffn_hidden_size"] = shape[f"{mlp}fc2.weight"][2]
+    experts = shape.get("mlp.experts.experts.linear_fc2.weight", ())
+    if len(experts) == 4:
+        found["num_experts"], found["moe_ffn_hidden_size"] = experts[1], experts[3]
+        shared = shape.get("mlp.shared_experts.linear_fc2.weight", ())
+        if len(shared) == 3:
+            found["moe_shared_expert_intermediate_size"] = shared[2]
     if _POSITION in shape:
         found["position_embedding_type"] = "learned_absolute"
         found["max_position_embeddings"] = shape[_POSITION][0]
@@ -379,7 +427,34 @@ def arguments(settings: GPTSettings) -> dict[str, Any]:
         "padded_vocab_size": s.padded_vocab_size,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
-        "num_experts": None,
+        **_expert_arguments(settings),
+    }
+
+
+def _expert_arguments(settings: GPTSettings) -> dict[str, Any]:
+    moe = settings.layer.moe
+    if moe is None:
+        return {"num_experts": None}
+    router = moe.router
+    return {
+        "num_experts": router.num_experts,
+        "moe_ffn_hidden_size": moe.experts.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
+        "moe_router_topk": router.top_k,
+        "moe_router_pre_softmax": router.pre_softmax,
+        "moe_router_score_function": router.score_function,
+        "moe_router_enable_expert_bias": router.expert_bias,
+        "moe_router_bias_update_rate": router.bias_update_rate,
+        "moe_router_num_groups": router.num_groups,
+        "moe_router_group_topk": router.group_top_k,
+        "moe_router_topk_scaling_factor": router.scaling_factor,
+        "moe_router_load_balancing_type": router.balancing,
+        "moe_aux_loss_coeff": router.coefficient,
+        "moe_z_loss_coeff": router.z_coefficient or None,
+        "moe_expert_capacity_factor": moe.capacity_factor,
+        "moe_token_drop_policy": moe.drop_policy,
+        "moe_pad_expert_input_to_capacity": moe.pad_to_capacity,
+        "moe_layer_freq": 1,
     }
 
 
@@ -432,7 +507,7 @@ def plan_import(reader: TorchDistReader, settings: GPTSettings, *, optimizer: bo
         not there by name.
     """
     where, names = str(reader.folder), set(reader.tensors)
-    _refuse_experts(where, names)
+    _check_experts(where, names, settings)
     rows = reader.tensors[_WORD][0][0] if _WORD in names and reader.tensors[_WORD][0] else None
     found = pieces(settings, rows)
     weights = {name for name in names if not name.startswith("optimizer.")}
@@ -490,12 +565,18 @@ def import_checkpoint(reader: TorchDistReader, plan: ImportPlan, writer: Streami
             writer.write(name, np.array(plan.iteration if name == "step" else plan.updates, np.int32))
 
 
-def _refuse_experts(where: str, names: set[str]) -> None:
+def _check_experts(where: str, names: set[str], settings: GPTSettings) -> None:
+    """Checks that experts are on both sides or on none, and in all layers."""
     experts = sorted(name for name in names if ".mlp.experts." in name or ".mlp.router." in name)
-    if experts:
+    if experts and settings.layer.moe is None:
         raise UsageError(
-            f"{where}: got {len(experts)} tensors of experts, such as {experts[0]}, expected none: mixture of experts"
-            " is not implemented yet; fix: convert a model without experts"
+            f"{where}: got {len(experts)} tensors of experts, such as {experts[0]}, expected none: the model is dense;"
+            " fix: give --num-experts and the other options of the checkpoint's model"
+        )
+    if settings.place_settings and partial_stacks(settings.place_settings):
+        raise UsageError(
+            f"{where}: layers with and without experts (--moe-layer-freq) are not stacked in Megatron-Core's"
+            " checkpoints, which is not implemented here; fix: convert a model whose layers are alike"
         )
 
 

@@ -56,6 +56,10 @@ class TokenContext:
     segments: Any = None
     """Integer [batch, seq], of the whole sequence: tokens see only those of their own segment (packed documents); None:
     one segment."""
+    auxiliary_weight: Any = None
+    """fp32 []: weight in the objective of the routers' losses of this micro-batch; None: they have no gradient."""
+    padding: Any = None
+    """bool [batch, seq_cp]: tokens that are none, and go to no expert; None: all are."""
 
 
 @dataclasses.dataclass(frozen=True)

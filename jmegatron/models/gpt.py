@@ -33,7 +33,14 @@ from jmegatron.layers.cross_entropy import linear_cross_entropy
 from jmegatron.layers.embedding import padded_rows, vocab_parallel_embedding_specs, vocab_parallel_lookup
 from jmegatron.layers.linear import matmul
 from jmegatron.layers.norm import norm, norm_specs
-from jmegatron.models.transformer import LayerParallel, LayerSettings, layer_specs, stacked_layer, transformer_stack
+from jmegatron.models.transformer import (
+    LayerParallel,
+    LayerSettings,
+    layer_specs,
+    partial_stacks,
+    stacked_layer,
+    transformer_stack,
+)
 from jmegatron.ops.rotary import RotaryScaling, rotary_angles
 from jmegatron.partition import ParameterSpec, Tree
 
@@ -79,7 +86,7 @@ class GPTSettings:
     init_std: float = 0.02
     place_settings: tuple[LayerSettings, ...] = ()
     """Numbers of the layer at each place of a chunk (with one stage: of each layer) where they are not all `layer`.
-    Shapes of parameters may not differ."""
+    Shapes of parameters may not differ, but for layers without the experts that `layer` has."""
 
     def __post_init__(self) -> None:
         if self.position_embedding not in POSITIONS:
@@ -130,6 +137,10 @@ class Tokens:
     """Integer [batch, seq_cp]: position of each token; None: its place in the sequence."""
     segment_ids: Any = None
     """Integer [batch, seq]: of the whole sequence; tokens see only those of their own segment; None: one segment."""
+    auxiliary_weight: Any = None
+    """fp32 []: see `TokenContext`."""
+    padding: Any = None
+    """bool [batch, seq_cp]: see `TokenContext`."""
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------
@@ -157,11 +168,10 @@ def gpt_specs(settings: GPTSettings, parallel: LayerParallel, pipeline: Pipeline
     init = partition.normal(s.init_std)
     output_init = partition.normal(s.init_std / (2 * s.num_layers) ** 0.5)
     rows = padded_rows(init, s.vocab_size) if s.mask_padded_vocab else init
-    per_layer = layer_specs(s.layer, parallel, kernel_init=init, output_init=output_init)
-    layers = np.asarray(pipeline.places) if pipeline.places else s.num_layers
+    stacked = _stacked_specs(s, parallel, pipeline, init, output_init)
     specs: Tree = {
         "embedding": {"word": vocab_parallel_embedding_specs(s.padded_vocab_size, s.hidden_size, axis=axes, init=rows)},
-        "layers": partition.stack(per_layer, layers, pipeline.axis),
+        "layers": stacked,
         "final_norm": norm_specs(
             s.hidden_size,
             s.layer.normalization,
@@ -181,6 +191,27 @@ def gpt_specs(settings: GPTSettings, parallel: LayerParallel, pipeline: Pipeline
         word["embedding"] = dataclasses.replace(word["embedding"], padded=(0, s.vocab_size))
         if not s.tied:
             specs["output"]["kernel"] = dataclasses.replace(specs["output"]["kernel"], padded=(1, s.vocab_size))
+    return specs
+
+
+def _stacked_specs(
+    s: GPTSettings,
+    parallel: LayerParallel,
+    pipeline: PipelineParallel,
+    init: partition.Initializer,
+    output_init: partition.Initializer,
+) -> Tree:
+    """Returns the declarations of all layers; what only some have is stacked over these."""
+    places = np.asarray(pipeline.places) if pipeline.places else np.arange(s.num_layers)[None]
+    per_chunk = places.shape[1] // pipeline.num_stages
+    specs: Tree = {}
+    for settings in dict.fromkeys((s.layer, *s.place_settings)):
+        of_layer = layer_specs(settings, parallel, kernel_init=init, output_init=output_init)
+        for key, tree in of_layer.items():
+            if key not in specs:
+                present = np.array(partial_stacks(s.settings_at(per_chunk)).get(key, (True,) * per_chunk))
+                own = places.reshape(len(places), -1, per_chunk)[:, :, present].reshape(len(places), -1)
+                specs[key] = partition.stack(tree, own, pipeline.axis)
     return specs
 
 
@@ -211,7 +242,15 @@ def gpt_context(
             interpolation_factor=settings.rotary_interpolation,
             scaling=settings.rotary_scaling,
         )
-    return TokenContext(batch.sample_ids, _token_index(batch, parallel), rotary, dropout_key, batch.segment_ids)
+    return TokenContext(
+        batch.sample_ids,
+        _token_index(batch, parallel),
+        rotary,
+        dropout_key,
+        batch.segment_ids,
+        batch.auxiliary_weight,
+        batch.padding,
+    )
 
 
 def _token_index(batch: Tokens, parallel: LayerParallel) -> Array:

@@ -27,8 +27,13 @@ from jmegatron.context_parallel.layout import WHOLE_SEQUENCE, ContextParallel
 from jmegatron.layers.attention import ATTENTION_KEPT, AttentionSettings, TokenContext, attention_specs, self_attention
 from jmegatron.layers.mlp import MLP_KEPT, MLPSettings, mlp, mlp_specs
 from jmegatron.layers.norm import norm, norm_specs
+from jmegatron.moe.experts import EXPERTS_EXCHANGED, EXPERTS_KEPT
+from jmegatron.moe.layer import ExpertParallel, MoESettings, moe, moe_specs
 from jmegatron.partition import Tree
 
+ONE_EXPERT_RANK = ExpertParallel()
+MOE_FIGURES = "moe_figures"
+"""Key among a layer's parameters under which a step puts what is to receive the router's figures (`moe.layer.moe`)."""
 Recompute = Literal["full", "selective"]  # in the order of the option: typing keeps one of two equal unions
 
 
@@ -44,6 +49,8 @@ class LayerParallel:
     """Whether tp divides the tokens between the regions, too (those that a cp rank holds)."""
     context: ContextParallel = WHOLE_SEQUENCE
     """How the sequence is divided everywhere."""
+    experts: ExpertParallel = ONE_EXPERT_RANK
+    """How experts are divided."""
 
     @property
     def sequence_axis(self) -> str | None:
@@ -73,6 +80,14 @@ class LayerSettings:
     """With selective: the feed-forward part as a whole is computed again as well."""
     recompute_unit: int = 1
     """With full: consecutive layers of which the input of the first alone is kept, see `setting_runs`."""
+    moe: MoESettings | None = None
+    """A mixture of experts in place of `mlp`."""
+
+    @property
+    def shared_expert(self) -> MLPSettings | None:
+        """The feed-forward layer that every token passes beside its experts, if there is one."""
+        width = None if self.moe is None else self.moe.shared_ffn_hidden_size
+        return None if width is None else dataclasses.replace(self.mlp, ffn_hidden_size=width)
 
 
 def layer_specs(
@@ -82,10 +97,10 @@ def layer_specs(
     kernel_init: partition.Initializer,
     output_init: partition.Initializer,
 ) -> Tree:
-    """Returns the declarations of one layer: input_norm, attention, mlp_norm, mlp.
+    """Returns the declarations of one layer: input_norm, attention, mlp_norm, and mlp or moe.
 
     Raises:
-      ValueError: heads cannot be divided over the ranks.
+      ValueError: heads or experts cannot be divided over the ranks.
     """
     norm_ = lambda: norm_specs(  # noqa: E731
         settings.attention.hidden_size,
@@ -104,14 +119,34 @@ def layer_specs(
             output_init=output_init,
         ),
         "mlp_norm": norm_(),
-        "mlp": mlp_specs(
-            settings.mlp,
+        **_feed_forward_specs(settings, parallel, kernel_init, output_init),
+    }
+
+
+def _feed_forward_specs(
+    settings: LayerSettings,
+    parallel: LayerParallel,
+    kernel_init: partition.Initializer,
+    output_init: partition.Initializer,
+) -> Tree:
+    """Returns {"mlp": ...}, or {"moe": router, experts and perhaps the shared expert}."""
+
+    def dense(of: MLPSettings) -> Tree:
+        return mlp_specs(
+            of,
             axis=parallel.axis,
             sequence_parallel=parallel.sequence_parallel,
             kernel_init=kernel_init,
             output_init=output_init,
-        ),
-    }
+        )
+
+    if settings.moe is None:
+        return {"mlp": dense(settings.mlp)}
+    specs = moe_specs(
+        settings.moe, parallel.experts, axis=parallel.axis, kernel_init=kernel_init, output_init=output_init
+    )
+    shared = settings.shared_expert
+    return {"moe": specs if shared is None else {**specs, "shared": dense(shared)}}
 
 
 def transformer_layer(
@@ -126,7 +161,7 @@ def transformer_layer(
 
     Communication over tp, B = bytes of a cp rank's x: forward 2 all-reduces of B, backward 2 (sequence parallel: 2
     all-gathers and 2 reduce-scatters each way, which send the same bytes); over cp that of
-    `context_parallel_attention`.
+    `context_parallel_attention`. A mixture of experts talks as `moe.layer.moe` says, in place of the second.
 
     Args:
       parameters: this rank's part of `layer_specs`.
@@ -167,8 +202,32 @@ def transformer_layer(
     )
     # The rank's own tokens under sequence parallelism: what is gathered for the regions is gathered again.
     x = checkpoint_name(x + drop(y, random.Site.ATTENTION_OUTPUT), "residual")
-    y = mlp(parameters["mlp"], norm_("mlp_norm", x), settings.mlp, axis=axis, sequence_parallel=shard)
+    y = _feed_forward(parameters, norm_("mlp_norm", x), context, settings, parallel)
     return x + drop(y, random.Site.MLP_OUTPUT)
+
+
+def _feed_forward(
+    parameters: Tree, x: Array, context: TokenContext, settings: LayerSettings, parallel: LayerParallel
+) -> Array:
+    axis, shard = parallel.axis, parallel.sequence_parallel
+    if settings.moe is None:
+        return mlp(parameters["mlp"], x, settings.mlp, axis=axis, sequence_parallel=shard)
+    y = moe(
+        parameters["moe"],
+        x,
+        settings.moe,
+        parallel.experts,
+        axis=axis,
+        sequence_parallel=shard,
+        context_axis=parallel.context.axis,
+        auxiliary_weight=context.auxiliary_weight,
+        padding=context.padding,
+        figures_to=parameters.get(MOE_FIGURES),
+    )
+    shared = settings.shared_expert
+    if shared is None:
+        return y
+    return y + mlp(parameters["moe"]["shared"], x, shared, axis=axis, sequence_parallel=shard)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +263,9 @@ def kept_names(settings: LayerSettings) -> tuple[str, ...]:
     """Returns the names of what recompute keeps of a layer beside its input. Communication: none."""
     if settings.recompute == "full":
         return ()
-    return (*ATTENTION_KEPT, "residual", random.DROPOUT_MASK, *(() if settings.recompute_mlp else MLP_KEPT))
+    # Rows that have come and gone over ep are kept even so: to compute them again would send them again.
+    feed_forward = EXPERTS_EXCHANGED if settings.recompute_mlp else (*MLP_KEPT, *EXPERTS_KEPT)
+    return (*ATTENTION_KEPT, "residual", random.DROPOUT_MASK, *feed_forward)
 
 
 def stacked_layer(
@@ -231,6 +292,9 @@ def stacked_layer(
       layer: global layer number; -1 with `may_be_absent`: no layer, x passes.
       may_be_absent: whether the number may be -1.
     """
+    if may_be_absent and context.auxiliary_weight is not None:
+        weight = jnp.where(layer >= 0, context.auxiliary_weight, 0.0)
+        context = dataclasses.replace(context, auxiliary_weight=weight)
 
     def one(parameters: Tree, x: Array, layer: Array, context: TokenContext) -> Array:
         return transformer_layer(parameters, x, context, settings, parallel, layer)
@@ -263,12 +327,26 @@ def transformer_stack(
       parallel: how layers are divided.
       layer_index: global numbers of the stacked layers.
     """
-    layers, first = (parameters, jnp.asarray(layer_index)), 0
+    first, stacks = 0, partial_stacks(settings)
     for run in setting_runs(settings):
         last = first + run.num_layers
-        x = _scan_run(x, jax.tree.map(lambda leaf, a=first, b=last: leaf[a:b], layers), context, run, parallel)
+        own = {}
+        for key, tree in parameters.items():
+            present = stacks.get(key, (True,) * len(settings))
+            if present[first]:
+                before = sum(present[:first])
+                own[key] = jax.tree.map(lambda leaf, a=before, b=before + run.num_layers: leaf[a:b], tree)
+        x = _scan_run(x, (own, jnp.asarray(layer_index)[first:last]), context, run, parallel)
         first = last
     return x
+
+
+def partial_stacks(settings: Sequence[LayerSettings]) -> dict[str, tuple[bool, ...]]:
+    """Returns for each key in a layer's tree that only some of the layers have whether each has it."""
+    experts = tuple(one.moe is not None for one in settings)
+    if all(experts) or not any(experts):
+        return {}
+    return {"mlp": tuple(not one for one in experts), "moe": experts, MOE_FIGURES: experts}
 
 
 def _scan_run(x: Array, layers: Tree, context: TokenContext, run: SettingRun, parallel: LayerParallel) -> Array:

@@ -11,7 +11,7 @@ one scan; every chunk of every stage has the same runs, so that one program serv
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -74,6 +74,9 @@ class PipelineModel:
     [chunks, layers of one, ...]."""
     places: tuple[tuple[int, ...], ...]
     """Global layer number of each place, [chunks, stages * layers of one], see `PipelineLayout.places`."""
+    stacks: Mapping[str, tuple[bool, ...]] = dataclasses.field(default_factory=dict)
+    """Keys in a layer's tree that not all layers have: whether each place of a chunk does. Their leaves are stacked
+    over those places alone, the same number in each chunk and stage."""
 
 
 # ---- small parts --------------------------------------------------------------------------------------------------
@@ -119,8 +122,8 @@ def _add_at_paths(total: Tree, part: Tree) -> Tree:
     return {**total, **{name: _add_at_paths(total[name], value) for name, value in part.items()}}
 
 
-def _one_by_one(add: Callable[[Array, Array], Array], totals: Tree, parts: Tree) -> Tree:
-    """Returns add(total, part) of each leaf, from the last one on, each after the one that varies over the same axes.
+def _one_by_one(add: Callable[[Array, Array, Any], Array], totals: Tree, parts: Tree, slots: list[Any]) -> Tree:
+    """Returns add(total, part, slot) of each leaf, the last one first, each after the one that varies over its axes.
 
     Where sums are independent XLA computes several in one kernel, which writes them next to the buffers first: 4 bytes
     more for each parameter of a layer. (One that varies over other axes would be marked alike by jax 0.10's barrier.)
@@ -128,12 +131,12 @@ def _one_by_one(add: Callable[[Array, Array], Array], totals: Tree, parts: Tree)
     totals, treedef = jax.tree.flatten(totals)
     sums: list[Array] = []
     last: dict[frozenset[str], int] = {}
-    for total, part in reversed(list(zip(totals, jax.tree.leaves(parts), strict=True))):
+    for total, part, slot in reversed(list(zip(totals, jax.tree.leaves(parts), slots, strict=True))):
         axes = varying_axes(total)
         if axes in last:
             sums[last[axes]], total = lax.optimization_barrier((sums[last[axes]], total))
         last[axes] = len(sums)
-        sums.append(add(total, part))
+        sums.append(add(total, part, slot))
     return jax.tree.unflatten(treedef, sums[::-1])
 
 
@@ -230,6 +233,11 @@ class StageRunner:
         self.numbers = places.reshape(self.num_chunks, num_stages, -1).transpose(1, 0, 2)
         self.layers_per_chunk = self.numbers.shape[2]
         self._check_runs()
+        # Of each key that not all places have: the index in its own stack, at the others that of the place before (what
+        # is gathered or reduced for these is gathered or reduced at its own place as well).
+        self.indices = {
+            key: np.maximum(np.cumsum(present) - 1, 0).astype(np.int32) for key, present in model.stacks.items()
+        }
         self._find_types()
 
     def _check_runs(self) -> None:
@@ -243,9 +251,15 @@ class StageRunner:
     # ---- buffers ----
     def layer_buffers(self, how: Callable[[Tree], Tree]) -> Tree:
         """Returns zeros for what `how` makes of the parameters of each layer of this stage."""
-        lead = (self.layers_per_chunk,) if self.num_chunks == 1 else (self.num_chunks, self.layers_per_chunk)
+        chunks = () if self.num_chunks == 1 else (self.num_chunks,)
         one = jax.eval_shape(lambda: how(self._one_layer()))
-        return jax.tree.map(lambda t: vary_like(jnp.zeros((*lead, *t.shape), t.dtype), t), one)
+
+        def zeros(path: Any, t: Any) -> Array:
+            key = self._partial_stack(path)
+            places = self.layers_per_chunk if key is None else sum(self.model.stacks[key])
+            return vary_like(jnp.zeros((*chunks, places, *t.shape), t.dtype), t)
+
+        return jax.tree_util.tree_map_with_path(zeros, one)
 
     def gradient_buffers(self) -> Tree:
         """Returns zeros for the gradients of all parameters of this rank, whole ones."""
@@ -350,12 +364,25 @@ class StageRunner:
         embed = lambda parameters: self._embedding(parameters, index)  # noqa: E731
         return jax.vjp(embed, self.model.embed_parameters(self.parameters))
 
-    def _layer_place(self, chunk: Array, layer: Array) -> tuple[Array, ...]:
-        """Returns where a layer stands in the stacked parameters."""
-        return (layer,) if self.num_chunks == 1 else (chunk, layer)
+    def _partial_stack(self, path: Any) -> str | None:
+        """Returns the key of the leaf at `path` if not all layers have it, else None."""
+        keys = [getattr(entry, "key", None) for entry in path]
+        return next((key for key in keys if key in self.indices), None)
+
+    def _layer_place(self, path: Any, chunk: Array, layer: Array) -> tuple[Array, ...]:
+        """Returns where a layer stands in the stacked leaf at `path`."""
+        key = self._partial_stack(path)
+        index = layer if key is None else at(jnp.asarray(self.indices[key]), layer)
+        return (index,) if self.num_chunks == 1 else (chunk, index)
 
     def _layer_at(self, layers: Tree, chunk: Array, layer: Array) -> Tree:
-        return at(layers, *self._layer_place(chunk, layer))
+        one = lambda path, leaf: at(leaf, *self._layer_place(path, chunk, layer))  # noqa: E731
+        return jax.tree_util.tree_map_with_path(one, layers)
+
+    def _put_layer(self, layers: Tree, one: Tree, chunk: Array, layer: Array) -> Tree:
+        """Returns the stacked leaves with those of one layer in their place."""
+        write = lambda path, leaf, own: put(leaf, own, *self._layer_place(path, chunk, layer))  # noqa: E731
+        return jax.tree_util.tree_map_with_path(write, layers, one)
 
     def _layer_vjp(
         self, run: LayerRun, parameters: Tree, x: Array, context: Tree, number: Array
@@ -448,10 +475,9 @@ class StageRunner:
 
     def _gather(self, chunk: Array, place: Array, layers: Tree) -> Tree:
         """Returns the layers with the parameters of one place gathered into them."""
-        gather_layer, where = self.gather_layer, self._layer_place(chunk, place)
-        assert gather_layer is not None
-        whole = gather_layer(at(self.parameters[self.model.layers], *where))
-        return jax.tree.map(lambda t, p: put(t, p, *where), layers, whole)
+        assert self.gather_layer is not None
+        whole = self.gather_layer(self._layer_at(self.parameters[self.model.layers], chunk, place))
+        return self._put_layer(layers, whole, chunk, place)
 
     def _gathering(
         self,
@@ -509,9 +535,7 @@ class StageRunner:
             own, gradient = self._layer_backward(run, parameters, saved, context, at(numbers, where), gradient)
             if self.num_stages > 1:
                 own = select_if(microbatch != NONE, own)
-            slot = self._layer_place(chunk, where)
-            add = lambda t, g: put(t, at(t, *slot) + g.astype(t.dtype), *slot)  # noqa: E731
-            return gradient, _one_by_one(add, total, own), reduced
+            return gradient, self._add_layer(total, own, chunk, where, run), reduced
 
         def again(run: KeptRun, first: Array, x: Array) -> list[Array]:
             """What is kept of the layers of a unit, [layers of the unit, ...]."""
@@ -546,11 +570,19 @@ class StageRunner:
             carry["reduced"] = self._reduce(reduce_chunk, jnp.int32(0), total, reduced)
         return gradient, carry
 
+    def _add_layer(self, total: Tree, own: Tree, chunk: Array, where: Array, run: KeptRun) -> Tree:
+        """Returns the stacked gradients with those of one layer of the run added."""
+        stacks = self.model.stacks
+        own = {key: tree for key, tree in own.items() if key not in stacks or stacks[key][run.first]}
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(own)[0]]
+        slots = [self._layer_place(path, chunk, where) for path in paths]
+        add = lambda t, g, slot: put(t, at(t, *slot) + g.astype(t.dtype), *slot)  # noqa: E731
+        return {**total, **_one_by_one(add, {key: total[key] for key in own}, own, slots)}
+
     def _reduce(self, chunk: Array, place: Array, total: Tree, reduced: Tree) -> Tree:
         """Returns the reduced gradients with those of one place."""
-        reduce_layer, where = self.reduce_layer, self._layer_place(chunk, place)
-        assert reduce_layer is not None
-        return jax.tree.map(lambda t, g: put(t, g, *where), reduced, reduce_layer(at(total, *where)))
+        assert self.reduce_layer is not None
+        return self._put_layer(reduced, self.reduce_layer(self._layer_at(total, chunk, place)), chunk, place)
 
     def loss_value(self, microbatch: Array, y: Array) -> tuple[Array, Tree]:
         """Returns (objective, report) of the last stage's y. Communication: `from_last_stage` and the model's loss."""

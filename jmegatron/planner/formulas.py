@@ -19,6 +19,27 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """The numbers of a mixture of experts.
+
+    Attributes:
+        num_experts: experts of a layer.
+        top_k: experts of a token.
+        ffn_hidden_size: inner width of an expert.
+        num_layers: layers that have experts; the others are dense.
+        shared_ffn_hidden_size: inner width of the feed-forward layer that every token passes as well; 0 for none.
+        router_bias: the router has a bias for each expert.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    num_layers: int
+    shared_ffn_hidden_size: int = 0
+    router_bias: bool = False
+
+
+@dataclass(frozen=True)
 class GPTShape:
     """The numbers of a GPT that its size and cost depend on.
 
@@ -39,6 +60,7 @@ class GPTShape:
         num_positions: rows of the learned position embedding; 0 for none (rotary).
         qk_norm: queries and keys are normalised, with one norm of width `kv_channels` each.
         window: tokens before itself that a token sees; None: all.
+        experts: of the layers that have such; None: a dense model.
     """
 
     num_layers: int
@@ -57,6 +79,7 @@ class GPTShape:
     num_positions: int = 0
     qk_norm: bool = False
     window: int | None = None
+    experts: ExpertShape | None = None
 
     def __post_init__(self) -> None:
         if self.norm not in ("layernorm", "rmsnorm"):
@@ -84,9 +107,11 @@ class Parameters:
         word_embedding: token embedding.
         position_embedding: learned positions.
         attention: the query/key/value and output projections.
-        mlp: both linear layers.
+        mlp: both linear layers, of dense layers and shared experts.
         norms: all norms, the last one among them.
         output_layer: output weights of its own (0 when tied).
+        experts: both linear layers of all experts.
+        router: of all layers with experts.
     """
 
     word_embedding: int
@@ -95,6 +120,8 @@ class Parameters:
     mlp: int
     norms: int
     output_layer: int
+    experts: int = 0
+    router: int = 0
 
     @property
     def total(self) -> int:
@@ -106,35 +133,74 @@ def parameters(shape: GPTShape) -> Parameters:
     """Number of parameters of a GPT, by part."""
     attention = _attention_weights(shape) + shape.biases * shape.hidden_size
     attention += (shape.biases or shape.qkv_bias) * (shape.query_width + 2 * shape.kv_width)
-    mlp = _mlp_weights(shape) + shape.biases * (_fc1_width(shape) + shape.hidden_size)
     vectors = 2 if shape.norm == "layernorm" else 1
     layer_norms = vectors * (2 * shape.hidden_size + 2 * shape.kv_channels * shape.qk_norm)
     return Parameters(
         word_embedding=shape.vocab_rows * shape.hidden_size,
         position_embedding=shape.num_positions * shape.hidden_size,
         attention=shape.num_layers * attention,
-        mlp=shape.num_layers * mlp,
+        mlp=_dense_layers(shape) * _mlp_parameters(shape, shape.ffn_hidden_size) + _shared_parameters(shape),
         norms=shape.num_layers * layer_norms + vectors * shape.hidden_size,
         output_layer=0 if shape.tied else shape.vocab_rows * shape.hidden_size,
+        experts=_expert_parameters(shape),
+        router=_router_parameters(shape),
     )
 
 
 def matmul_parameters(shape: GPTShape) -> int:
-    """Weights that every token is multiplied with: layers and output layer, without embeddings, biases and norms."""
-    layer = _attention_weights(shape) + _mlp_weights(shape)
-    return shape.num_layers * layer + shape.vocab_rows * shape.hidden_size
+    """Weights that a token is multiplied with: layers and output layer, without embeddings, biases and norms.
+
+    Of the experts those that it goes to.
+    """
+    return _layer_weights(shape) + shape.vocab_rows * shape.hidden_size
 
 
 def _attention_weights(shape: GPTShape) -> int:
     return shape.hidden_size * (shape.query_width + 2 * shape.kv_width) + shape.query_width * shape.hidden_size
 
 
-def _fc1_width(shape: GPTShape) -> int:
-    return shape.ffn_hidden_size * (2 if shape.gated else 1)
+def _layer_weights(shape: GPTShape) -> int:
+    """Weights of all layers that a token is multiplied with."""
+    weights = shape.num_layers * _attention_weights(shape)
+    weights += _dense_layers(shape) * _mlp_weights(shape, shape.ffn_hidden_size)
+    experts = shape.experts
+    if experts is not None:
+        of_token = experts.top_k * _mlp_weights(shape, experts.ffn_hidden_size)
+        of_token += _mlp_weights(shape, experts.shared_ffn_hidden_size) + shape.hidden_size * experts.num_experts
+        weights += experts.num_layers * of_token
+    return weights
 
 
-def _mlp_weights(shape: GPTShape) -> int:
-    return shape.hidden_size * _fc1_width(shape) + shape.ffn_hidden_size * shape.hidden_size
+def _dense_layers(shape: GPTShape) -> int:
+    return shape.num_layers - (0 if shape.experts is None else shape.experts.num_layers)
+
+
+def _mlp_weights(shape: GPTShape, width: int) -> int:
+    return shape.hidden_size * width * (3 if shape.gated else 2)
+
+
+def _mlp_parameters(shape: GPTShape, width: int) -> int:
+    biases = width * (2 if shape.gated else 1) + shape.hidden_size
+    return _mlp_weights(shape, width) + (biases if shape.biases and width else 0)
+
+
+def _shared_parameters(shape: GPTShape) -> int:
+    experts = shape.experts
+    return 0 if experts is None else experts.num_layers * _mlp_parameters(shape, experts.shared_ffn_hidden_size)
+
+
+def _expert_parameters(shape: GPTShape) -> int:
+    experts = shape.experts
+    if experts is None:
+        return 0
+    return experts.num_layers * experts.num_experts * _mlp_parameters(shape, experts.ffn_hidden_size)
+
+
+def _router_parameters(shape: GPTShape) -> int:
+    experts = shape.experts
+    if experts is None:
+        return 0
+    return experts.num_layers * experts.num_experts * (shape.hidden_size + experts.router_bias)
 
 
 # ---- FLOPs ----------------------------------------------------------------------------------------------------------
@@ -194,7 +260,7 @@ def executed_flops_per_step(
     Raises:
         ValueError: `recompute` is none of the three.
     """
-    layers = 2 * shape.num_layers * (_attention_weights(shape) + _mlp_weights(shape))
+    layers = 2 * _layer_weights(shape)
     attention = attention_flops_per_token(shape, causal_skip)
     again = {"none": 0.0, "selective": 0.0, "full": layers + attention}
     if recompute not in again:

@@ -365,7 +365,8 @@ class Collective:
         kind: one of `COLLECTIVE_KINDS`.
         is_async: it is a start/done pair, so that other work may run meanwhile.
         dtype: element type of the first operand as sent (the CPU back end sends bf16 as f32).
-        operand_bytes: bytes that a device puts in, all operands together.
+        operand_bytes: bytes that a device puts in, all operands together; of a ragged all-to-all those of the smaller
+            side: what its slices hold is known at run time, and this is the most that they can.
         result_bytes: bytes that a device gets.
         operand_count: arrays combined into this one operation, also those that were concatenated into one operand.
         groups: device numbers that talk to each other; empty for permutes.
@@ -459,7 +460,14 @@ def _collective(module: Module, instruction: Instruction, site: Site, mesh_shape
     computation = module.computation(site.computation)
     kind = instruction.opcode.removesuffix("-start")
     operands = [computation.by_name[name] for name in instruction.operands]
-    operands = operands[:1] if kind == "send" else operands  # the rest is a token
+    if kind in ("send", "ragged-all-to-all"):
+        operands = operands[:1]  # the rest is a token, or the buffer of the result and offsets
+    sent, received = (
+        sum(shape_bytes(operand.shape) for operand in operands),
+        shape_bytes(_result_shape(computation, instruction)),
+    )
+    if kind == "ragged-all-to-all":
+        sent = min(sent, received)  # one of the two sides may be a buffer with room for more
     pairs = _pairs(instruction)
     groups = () if pairs else parse_groups(_groups_text(instruction), module.num_devices)
     channel = instruction.int_list("channel_id")
@@ -468,8 +476,8 @@ def _collective(module: Module, instruction: Instruction, site: Site, mesh_shape
         kind=kind,
         is_async=_is_async(instruction, site),
         dtype=next(leaves(operands[0].shape)).dtype,
-        operand_bytes=sum(shape_bytes(operand.shape) for operand in operands),
-        result_bytes=shape_bytes(_result_shape(computation, instruction)),
+        operand_bytes=sent,
+        result_bytes=received,
         operand_count=sum(_combined_arrays(module, computation, operand) for operand in operands),
         groups=groups,
         pairs=pairs,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jmegatron.collectives import vary_like
 from jmegatron.context_parallel.layout import ContextParallel, own_tokens
 from jmegatron.mesh import batch_spec
 
@@ -36,6 +37,8 @@ class Batch:
     """Integer [num_microbatches, batch, seq]: position of each token; None: its place in the sequence."""
     segment_ids: Any = None
     """Integer [num_microbatches, batch, seq]: tokens see only those of their own segment; None: one segment."""
+    padding: Any = None
+    """bool [num_microbatches, batch, seq]: tokens that routers leave out, see `with_padding`; None: none."""
 
 
 @jax.tree_util.register_dataclass
@@ -70,6 +73,22 @@ def expand(batch: Batch | CompactBatch) -> Batch:
     return Batch(tokens, labels, mask, batch.sample_ids, batch.position_ids, batch.segment_ids)
 
 
+def with_padding(batch: Batch) -> Batch:
+    """Returns a batch of packed documents with its padding marked: segments of which no token counts in the loss.
+
+    No other segment sees them, so that nothing but a router could be moved by them. Communication: none; sequences are
+    whole.
+    """
+    if batch.segment_ids is None:
+        return batch
+
+    def of_sequence(segments: jax.Array, mask: jax.Array) -> jax.Array:
+        return jnp.zeros_like(mask).at[segments].max(mask)[segments] == 0
+
+    padding = jax.vmap(jax.vmap(of_sequence))(batch.segment_ids, vary_like(batch.loss_mask, batch.segment_ids))
+    return dataclasses.replace(batch, padding=padding)
+
+
 def batch_specs(batch: Batch) -> Batch:
     """Returns the Batch of PartitionSpec that belongs to `batch`: batch over (dp, ep), sequences whole."""
     return Batch(**_specs(batch))
@@ -100,7 +119,7 @@ def own_part(batch: Batch, context: ContextParallel) -> Batch:
       ValueError: the sequence cannot be cut.
     """
     cut = lambda x: None if x is None else own_tokens(x, context.axis, 2, context.order)  # noqa: E731
-    names = ("tokens", "labels", "loss_mask", "position_ids")
+    names = ("tokens", "labels", "loss_mask", "position_ids", "padding")
     return dataclasses.replace(batch, **{name: cut(getattr(batch, name)) for name in names})
 
 

@@ -8,15 +8,18 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 
-from jmegatron.config import Config, attention_window, cp_comm_types, layer_split_of
+from jmegatron.config import Config, attention_window, cp_comm_types, layer_split_of, moe_layers, moe_places
 from jmegatron.config.layer_split import chunk_lengths, num_chunks_of
 from jmegatron.context_parallel.layout import WHOLE_SEQUENCE, CommType, ContextParallel
 from jmegatron.errors import ConfigError
 from jmegatron.layers.attention import AttentionSettings
 from jmegatron.layers.mlp import MLPSettings
-from jmegatron.mesh import PIPELINE_AXIS, SEQUENCE_AXIS, TENSOR_AXIS
+from jmegatron.mesh import BATCH_AXES, EXPERT_AXIS, PIPELINE_AXIS, SEQUENCE_AXIS, TENSOR_AXIS
 from jmegatron.models.gpt import GPTSettings, PipelineParallel
-from jmegatron.models.transformer import LayerParallel, LayerSettings
+from jmegatron.models.transformer import ONE_EXPERT_RANK, LayerParallel, LayerSettings
+from jmegatron.moe.experts import ExpertSettings
+from jmegatron.moe.layer import ExpertParallel, MoESettings
+from jmegatron.moe.router import RouterSettings
 from jmegatron.ops.activations import is_gated
 from jmegatron.ops.attention import Backend, choose_backend, fused_obstacles
 from jmegatron.ops.rotary import RotaryScaling
@@ -25,7 +28,7 @@ from jmegatron.optimizer.optimizers import OptimizerSettings
 from jmegatron.optimizer.schedules import START, LearningRateSchedule, Position, WeightDecaySchedule
 from jmegatron.pipeline.layout import pipeline_layout
 from jmegatron.planner.costs import Layout
-from jmegatron.planner.formulas import GPTShape
+from jmegatron.planner.formulas import ExpertShape, GPTShape
 from jmegatron.training.stages import PipelineSettings
 from jmegatron.training.step import StepSettings
 
@@ -51,7 +54,7 @@ def loss_scaler_settings(config: Config) -> LossScalerSettings | None:
     )
 
 
-def layer_parallel(config: Config) -> LayerParallel:
+def layer_parallel(config: Config, platform: str = "cpu") -> LayerParallel:
     """Returns how layers are divided; sequence parallelism means nothing on one tp rank, as in the reference.
 
     Layers that reach other ranks' tokens in different ways say so themselves (`GPTSettings.place_settings`).
@@ -65,6 +68,58 @@ def layer_parallel(config: Config) -> LayerParallel:
         ContextParallel(SEQUENCE_AXIS, context_ranks, cast(CommType, parallel.cp_comm_type[0]))
         if context_ranks > 1
         else WHOLE_SEQUENCE,
+        ONE_EXPERT_RANK if config.model.num_experts is None else _expert_parallel(config, platform),
+    )
+
+
+def _expert_parallel(config: Config, platform: str) -> ExpertParallel:
+    parallel = config.parallel
+    return ExpertParallel(
+        EXPERT_AXIS,
+        parallel.expert_model_parallel_size,
+        BATCH_AXES,
+        divided_over_tp=parallel.expert_tensor_parallel_size != 1,
+        ragged=platform in ("gpu", "cuda"),
+    )
+
+
+def _moe_settings(config: Config) -> MoESettings | None:
+    """Returns the numbers of the mixtures of experts of a resolved config, None for a dense model."""
+    model = config.model
+    if model.num_experts is None:
+        return None
+    assert model.moe_ffn_hidden_size and model.activation
+    balancing = model.moe_router_load_balancing_type
+    router = RouterSettings(
+        num_experts=model.num_experts,
+        top_k=model.moe_router_topk,
+        score_function=model.moe_router_score_function,
+        pre_softmax=model.moe_router_pre_softmax,
+        expert_bias=model.moe_router_enable_expert_bias,
+        bias_update_rate=model.moe_router_bias_update_rate,
+        num_groups=model.moe_router_num_groups,
+        group_top_k=model.moe_router_group_topk,
+        scaling_factor=model.moe_router_topk_scaling_factor,
+        fp32=model.moe_router_dtype == "fp32",
+        balancing=balancing,
+        coefficient=0.0 if balancing == "none" else model.moe_aux_loss_coeff,
+        z_coefficient=model.moe_z_loss_coeff or 0.0,
+    )
+    experts = ExpertSettings(
+        model.num_experts,
+        model.hidden_size,
+        model.moe_ffn_hidden_size,
+        model.activation,
+        not model.disable_bias_linear,
+    )
+    return MoESettings(
+        router,
+        experts,
+        shared_ffn_hidden_size=model.moe_shared_expert_intermediate_size,
+        capacity_factor=model.moe_expert_capacity_factor,
+        drop_policy=model.moe_token_drop_policy,
+        pad_to_capacity=model.moe_pad_expert_input_to_capacity,
+        bound_factor=model.moe_receive_bound_factor,
     )
 
 
@@ -109,13 +164,17 @@ def _attention_facts(config: Config, platform: str) -> dict[str, Any]:
 def _place_settings(config: Config, layer: LayerSettings) -> tuple[LayerSettings, ...]:
     """Returns the settings of each place of a chunk where they differ, else none.
 
-    Layers may communicate in different ways, and some alone may be computed again.
+    Layers may communicate in different ways, some alone may have experts, and some alone may be computed again.
     """
     training, types = config.training, set(config.parallel.cp_comm_type)
     settings = [layer] * pipeline_layout(**dataclasses.asdict(layer_split_of(config))).layers_per_chunk
     if config.parallel.context_parallel_size > 1 and len(types) > 1:
         of = {t: dataclasses.replace(layer.attention, comm_type=cast(CommType, t)) for t in types}
         settings = [dataclasses.replace(layer, attention=of[t]) for t in cp_comm_types(config)]
+    settings = [
+        one if experts else dataclasses.replace(one, moe=None)
+        for one, experts in zip(settings, moe_places(config), strict=True)
+    ]
     if training.recompute_method == "block":
         plain = slice(training.recompute_num_layers, None)
         settings[plain] = [dataclasses.replace(one, recompute=None) for one in settings[plain]]
@@ -157,6 +216,7 @@ def gpt_settings(config: Config, platform: str) -> GPTSettings:
         recompute=config.training.recompute_granularity,
         recompute_mlp="mlp" in config.training.recompute_modules,
         recompute_unit=(config.training.recompute_num_layers or 1) if uniform else 1,
+        moe=_moe_settings(config),
     )
     return GPTSettings(
         num_layers=model.num_layers,
@@ -281,7 +341,7 @@ def step_settings(config: Config, platform: str, position: Position = START) -> 
     """
     return StepSettings(
         model=gpt_settings(config, platform),
-        parallel=layer_parallel(config),
+        parallel=layer_parallel(config, platform),
         optimizer=optimizer_settings(config, position),
         compute_dtype=compute_dtype(config),
         per_token=config.optimizer.calculate_per_token_loss,
@@ -317,6 +377,22 @@ def formula_shape(config: Config) -> GPTShape:
         num_positions=model.max_position_embeddings if learned else 0,
         qk_norm=model.qk_layernorm,
         window=attention_window(model),
+        experts=_expert_shape(config),
+    )
+
+
+def _expert_shape(config: Config) -> ExpertShape | None:
+    model = config.model
+    if model.num_experts is None:
+        return None
+    assert model.moe_ffn_hidden_size is not None
+    return ExpertShape(
+        num_experts=model.num_experts,
+        top_k=model.moe_router_topk,
+        ffn_hidden_size=model.moe_ffn_hidden_size,
+        num_layers=sum(moe_layers(model)),
+        shared_ffn_hidden_size=model.moe_shared_expert_intermediate_size or 0,
+        router_bias=model.moe_router_enable_expert_bias,
     )
 
 

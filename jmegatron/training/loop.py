@@ -36,7 +36,7 @@ from jmegatron.training.job import SLOW_MINUTES, Job
 from jmegatron.training.profile import Profile
 from jmegatron.training.program import Program, build_program, resolve_for_run
 from jmegatron.training.replicas import ReplicaCheck
-from jmegatron.training.report import Reporter, StepReport
+from jmegatron.training.report import EXPERT_FIGURES, Reporter, StepReport
 from jmegatron.training.resume import (
     check_same_model,
     check_save_folder,
@@ -432,6 +432,9 @@ def step_report(program: Program, step: int, metrics: Any, consumed_samples: int
     num_devices = program.mesh.devices.size
     flops = formulas.model_flops_per_step(formula_shape(config), size * seq, causal_skip=True)
     card = cards.card_of_device_kind(program.mesh.devices.flat[0].device_kind)
+    experts: dict[str, Any] = {name: float(metrics[name]) for name in EXPERT_FIGURES if name in metrics}
+    if experts:
+        experts["dropped_tokens"] = int(experts["dropped_tokens"])
     return StepReport(
         step=step,
         loss=float(metrics["loss"]),
@@ -445,4 +448,5 @@ def step_report(program: Program, step: int, metrics: Any, consumed_samples: int
         tokens_per_s=size * seq / seconds,
         tflops_per_device=flops / seconds / num_devices / 1e12,
         mfu=None if card is None else formulas.mfu(flops, seconds, num_devices, card.peak_bf16_flops),
+        **experts,
     )

@@ -41,6 +41,21 @@ class StepReport:
     """Model FLOPs: 3 x forward matmuls, attention counted causally (half), output layer included."""
     mfu: float | None
     """tflops_per_device over the card's dense bf16 peak; None where the peak is not known (CPU)."""
+    moe_aux_loss: float | None = None
+    """Balancing loss of the routers without its coefficient, mean over layers, micro-batches and replicas of this step;
+    this and what follows: None in a dense model."""
+    moe_z_loss: float | None = None
+    """z-loss likewise; 0 without a coefficient."""
+    expert_load_max: float | None = None
+    """Tokens of the expert with most of them over its layer's mean, of all layers, in this step."""
+    expert_load_min: float | None = None
+    """Tokens of the expert with fewest of them likewise."""
+    dropped_tokens: int | None = None
+    """Choices of the routers in this step that found no place: beyond a capacity, or the bound of received rows."""
+
+
+EXPERT_FIGURES = ("moe_aux_loss", "moe_z_loss", "expert_load_max", "expert_load_min", "dropped_tokens")
+"""Fields that only a mixture of experts has, by their names among a step's metrics."""
 
 
 def log_line(report: StepReport, *, train_iters: int, global_batch_size: int, num_nan: int) -> str:
@@ -59,6 +74,13 @@ def log_line(report: StepReport, *, train_iters: int, global_batch_size: int, nu
         f"number of skipped iterations: {report.skipped:3d}",
         f"number of nan iterations: {num_nan:3d}",
     ]
+    if report.moe_aux_loss is not None:
+        fields += [
+            f"load_balancing_loss: {report.moe_aux_loss:.6E}",
+            f"z_loss: {report.moe_z_loss:.6E}",
+            f"expert load over mean: {report.expert_load_min:.3f} to {report.expert_load_max:.3f}",
+            f"dropped tokens: {report.dropped_tokens:6d}",
+        ]
     return f" [{now}] " + " | ".join(fields) + " |"
 
 
@@ -158,6 +180,8 @@ class Reporter:
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {report.loss:.4f}, {report.tokens_per_s:,.0f} tokens/s")
         values = dataclasses.asdict(report)
+        if report.moe_aux_loss is None:
+            values = {name: value for name, value in values.items() if name not in EXPERT_FIGURES}
         self._record(values, report.step, {f"train/{k}": v for k, v in values.items() if k != "step"})
 
     def evaluation(self, step: int, split: str, loss: float) -> None:

@@ -20,7 +20,7 @@ from jmegatron.models.gpt import (
     gpt_output_loss,
     output_parameters,
 )
-from jmegatron.models.transformer import LayerParallel, SettingRun, setting_runs
+from jmegatron.models.transformer import LayerParallel, SettingRun, partial_stacks, setting_runs
 from jmegatron.partition import Tree
 from jmegatron.pipeline.schedule import Schedule, build_schedule
 from jmegatron.pipeline.stage import LayerRun, PipelineModel
@@ -93,4 +93,5 @@ def gpt_pipeline_model(
         layers="layers",
         loss_parameters=lambda parameters: output_parameters(parameters, settings),
         places=places,
+        stacks=partial_stacks(settings.settings_at(num_places)),
     )

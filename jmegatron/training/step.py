@@ -21,22 +21,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Key
 
 from jmegatron import partition
-from jmegatron.collectives import axis_size, gather_from, gather_sequence, reduce_scatter_to, sum_over, vary
-from jmegatron.mesh import AXES, DATA_AXES
+from jmegatron.collectives import axis_size, gather_from, gather_sequence, reduce_scatter_to, sum_over, vary, vary_like
+from jmegatron.mesh import AXES, BATCH_AXES, DATA_AXES, SEQUENCE_AXIS
 from jmegatron.models.gpt import GPTSettings, Tokens, gpt_specs
-from jmegatron.models.transformer import LayerParallel
+from jmegatron.models.transformer import MOE_FIGURES, LayerParallel
+from jmegatron.moe.layer import NUM_FIGURES
+from jmegatron.moe.router import updated_bias
 from jmegatron.optimizer import loss_scaler
 from jmegatron.optimizer.loss_scaler import LossScalerSettings
 from jmegatron.optimizer.optimizers import OptimizerSettings, clip_by_norm, num_updates, squared_norms
 from jmegatron.partition import Tree
 from jmegatron.pipeline.executor import run_forward, run_pipeline
-from jmegatron.training.batches import Batch, CompactBatch, batch_specs, expand, own_part
+from jmegatron.training.batches import Batch, CompactBatch, batch_specs, expand, own_part, with_padding
 from jmegatron.training.stages import PipelineSettings, gpt_pipeline_model
 from jmegatron.training.state import TrainState
 
@@ -66,6 +69,22 @@ class StepSettings:
     """Also report which of each rank's own gradients, before any reduction, are finite."""
 
     @property
+    def has_experts(self) -> bool:
+        """Whether there are mixtures of experts among the layers."""
+        return self.model.layer.moe is not None
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer."""
+        assert self.model.layer.moe is not None
+        return self.model.layer.moe.router.num_experts
+
+    @property
+    def moe_lead_dims(self) -> int:
+        """Leading dims of stacked layers' parameters."""
+        return self.specs["layers"]["moe"]["router"]["kernel"].num_stacked_dims
+
+    @property
     def specs(self) -> Tree:
         """Declarations of every parameter."""
         return gpt_specs(self.model, self.parallel, self.pipeline.parallel)
@@ -79,9 +98,30 @@ def _token_weights(mask: Array, per_token: bool, data_ranks: int) -> Array:
     return mask / (counts * mask.shape[0] * data_ranks)
 
 
-def _tokens(batch: Batch, weights: Array) -> Tokens:
+def _auxiliary_weights(mask: Array, per_token: bool) -> Array:
+    """Returns the weight in the objective of the routers' losses of each micro-batch, [num_microbatches].
+
+    The mean over micro-batches and replicas. With `per_token` each counts as its tokens do, counted or not, over the
+    number of all that count (Megatron-LM router.py:607-639, finalize_model_grads.py:694).
+    """
+    if per_token:
+        tokens = mask[0].size * axis_size(SEQUENCE_AXIS)
+        return jnp.full(len(mask), tokens, jnp.float32) / jnp.maximum(sum_over(mask.sum(), DATA_AXES), 1.0)
+    return jnp.full(len(mask), 1.0 / (len(mask) * axis_size(BATCH_AXES)), jnp.float32)
+
+
+def _tokens(batch: Batch, weights: Array, auxiliary_weights: Array | None = None) -> Tokens:
     """Returns what the model takes, with the leading dims that the batch has."""
-    return Tokens(batch.tokens, batch.labels, weights, batch.sample_ids, batch.position_ids, batch.segment_ids)
+    return Tokens(
+        batch.tokens,
+        batch.labels,
+        weights,
+        batch.sample_ids,
+        batch.position_ids,
+        batch.segment_ids,
+        auxiliary_weights,
+        batch.padding,
+    )
 
 
 class GradientLayout:
@@ -150,11 +190,15 @@ class GradientLayout:
         parts = partition.map_specs(lambda s, _, g: sum_over(g, s.partial_axes or None), specs, layout, gradients)
         leaves, treedef = jax.tree.flatten(parts)
         dims = [dim for _, dim in jax.tree.leaves(layout, is_leaf=_is_layout)]
-        undivided = [g if dropped else _rewritten(g) for g, dim in zip(leaves, dims, strict=True) if dim is None]
-        whole = iter(sum_over(undivided, DATA_AXES))
+        axes = [partition.replica_axes(s, DATA_AXES) for _, s in partition.named_specs(specs)]
+        whole: dict[int, Array] = {}
+        for group in dict.fromkeys(axes):  # experts are not summed over ep
+            members = [i for i, dim in enumerate(dims) if dim is None and axes[i] == group]
+            undivided = [leaves[i] if dropped else _rewritten(leaves[i]) for i in members]
+            whole |= dict(zip(members, sum_over(undivided, group), strict=True))
         reduced = [
-            next(whole) if dim is None else reduce_scatter_to(vary(g, DATA_AXES), DATA_AXES, dim - dropped)
-            for g, dim in zip(leaves, dims, strict=True)
+            whole[i] if dim is None else reduce_scatter_to(vary(g, axes[i]), axes[i], dim - dropped)
+            for i, (g, dim) in enumerate(zip(leaves, dims, strict=True))
         ]
         return jax.tree.unflatten(treedef, reduced)
 
@@ -167,7 +211,8 @@ class GradientLayout:
           parts: like the parameters.
           but: key of a sub-tree that is left as it is.
         """
-        join = lambda s, layout, p: p if layout[1] is None else gather_from(p, DATA_AXES, layout[1])  # noqa: E731
+        axes = lambda s: partition.replica_axes(s, DATA_AXES)  # noqa: E731
+        join = lambda s, layout, p: p if layout[1] is None else gather_from(p, axes(s), layout[1])  # noqa: E731
         return {
             name: tree if name == but else partition.map_specs(join, self.specs[name], self._layout[name], tree)
             for name, tree in parts.items()
@@ -177,8 +222,8 @@ class GradientLayout:
         """Returns the function that gathers one layer of the stacked parameters under `name`, marked as varying."""
 
         def join(s: partition.ParameterSpec, layout: tuple[PartitionSpec, int | None], p: Array) -> Array:
-            axes = (*DATA_AXES, *s.partial_axes)
-            return vary(p if layout[1] is None else gather_sequence(p, DATA_AXES, layout[1] - s.num_stacked_dims), axes)
+            axes, replicas = (*DATA_AXES, *s.partial_axes), partition.replica_axes(s, DATA_AXES)
+            return vary(p if layout[1] is None else gather_sequence(p, replicas, layout[1] - s.num_stacked_dims), axes)
 
         return lambda parts: partition.map_specs(join, self.specs[name], self._layout[name], parts)
 
@@ -214,6 +259,8 @@ def local_gradients(
     `GradientLayout.reduce`, that of layers inside the backward loop where asked for; two scalars over the data axes.
     """
     weights = _token_weights(batch.loss_mask, settings.per_token, axis_size(DATA_AXES)) * scale
+    experts = settings.has_experts
+    auxiliary = _auxiliary_weights(batch.loss_mask, settings.per_token) * scale if experts else None
     model = gpt_pipeline_model(settings.model, settings.parallel, settings.pipeline.parallel, dropout_key)
     parts = model.layers if settings.overlap_param_gather else None
     if parts:
@@ -223,22 +270,55 @@ def local_gradients(
         name: tree if name == parts else partition.map_specs(mark, layout.specs[name], tree)
         for name, tree in parameters.items()
     }
-    microbatches = (_tokens(batch, weights), batch.loss_mask)
+    axes = (*DATA_AXES, *([settings.parallel.axis] if settings.parallel.axis else []))
+    if experts:
+        varying[model.layers] = _with_figures(varying[model.layers], settings, axes)
+    microbatches = (_tokens(batch, weights, auxiliary), batch.loss_mask)
     schedule = settings.pipeline.build(batch.loss_mask.shape[0])
     overlap = settings.overlap_grad_reduce
+    reduce_layer, gather_layer = layout.reduce_layer(model.layers), layout.gather_layer(model.layers)
+    if experts:
+        reduce_layer, gather_layer = _beside_figures(reduce_layer, gather_layer, axes)
     report, gradients = run_pipeline(
         model,
         schedule,
         varying,
         microbatches,
         axis=settings.pipeline.parallel.axis,
-        reduce_layer=layout.reduce_layer(model.layers) if overlap else None,
-        gather_layer=layout.gather_layer(model.layers) if parts else None,
+        reduce_layer=reduce_layer if overlap else None,
+        gather_layer=gather_layer if parts else None,
     )
     ranks = report["loss_sum"][None]
     report = {**sum_over(report, DATA_AXES), "rank_loss_sums": ranks}
+    if experts:
+        layers = gradients[model.layers][0] if overlap else gradients[model.layers]
+        figures = layers.pop(MOE_FIGURES)
+        report[MOE_FIGURES] = figures if overlap else sum_over(figures, axes)
     reduced, finite = layout.reduce(gradients, but=model.layers if overlap else None)
     return report if finite is None else {**report, "finite_gradients": finite}, reduced
+
+
+def _with_figures(layers: Tree, settings: StepSettings, axes: tuple[str, ...]) -> Tree:
+    """Returns stacked layers with the zeros whose gradients become the routers' figures."""
+    kernel = layers["moe"]["router"]["kernel"]
+    lead = kernel.shape[: settings.moe_lead_dims]
+    zeros = jnp.zeros((*lead, settings.num_experts + NUM_FIGURES), jnp.float32)
+    return {**layers, MOE_FIGURES: vary(vary_like(zeros, kernel), axes)}
+
+
+def _beside_figures(
+    reduce: Callable[[Tree], tuple[Tree, Tree]], gather: Callable[[Tree], Tree], axes: tuple[str, ...]
+) -> tuple[Callable[[Tree], tuple[Tree, Tree]], Callable[[Tree], Tree]]:
+    """Returns the functions of `GradientLayout` for a layer that has the figures among its parameters."""
+
+    def without(layer: Tree) -> Tree:
+        return {name: tree for name, tree in layer.items() if name != MOE_FIGURES}
+
+    def reduce_layer(gradients: Tree) -> tuple[Tree, Tree]:
+        reduced, finite = reduce(without(gradients))
+        return {**reduced, MOE_FIGURES: sum_over(gradients[MOE_FIGURES], axes)}, finite
+
+    return reduce_layer, lambda parts: {**gather(without(parts)), MOE_FIGURES: parts[MOE_FIGURES]}
 
 
 def report_specs(settings: StepSettings) -> dict[str, PartitionSpec]:
@@ -246,6 +326,9 @@ def report_specs(settings: StepSettings) -> dict[str, PartitionSpec]:
     whole, ranks = PartitionSpec(), {"rank_loss_sums": PartitionSpec(DATA_AXES)}
     if settings.check_gradients:
         ranks["finite_gradients"] = PartitionSpec(AXES)
+    if settings.has_experts:
+        kernel = settings.specs["layers"]["moe"]["router"]["kernel"]
+        ranks[MOE_FIGURES] = PartitionSpec(*kernel.spec[: kernel.num_stacked_dims])
     return {"loss_sum": whole, "num_tokens": whole, **ranks}
 
 
@@ -270,7 +353,7 @@ def make_gradient_function(settings: StepSettings, mesh: Mesh) -> Callable[..., 
         batch = expand(batch)
 
         def body(parameters: Tree, batch: Batch, key: Key[Array, ""] | None, scale: Array | None) -> tuple[Tree, Tree]:
-            batch = own_part(batch, settings.parallel.context)
+            batch = own_part(with_padding(batch) if settings.has_experts else batch, settings.parallel.context)
             return local_gradients(settings, layout, parameters, batch, key, 1.0 if scale is None else scale)
 
         mapped = jax.shard_map(
@@ -340,6 +423,48 @@ def _cast_to(dtype: Any, mesh: Mesh) -> Callable[[Tree], Tree]:
     return called
 
 
+def _expert_metrics(settings: StepSettings, figures: Array, num_parts: int) -> Metrics:
+    """Returns what is reported of the routers, over all layers that have one.
+
+    moe_aux_loss and moe_z_loss: mean over layers, micro-batches and replicas, without coefficients. expert_load_max and
+    expert_load_min: the largest and the smallest number of tokens of an expert over its layer's mean, of all layers.
+    dropped_tokens: rows that went to no expert although the router chose one.
+
+    Args:
+      settings: of the step.
+      figures: [*places, experts + NUM_FIGURES] of the global batch.
+      num_parts: micro-batches times replicas.
+    """
+    spec = settings.specs["layers"]["moe"]["router"]["kernel"]
+    present = np.flatnonzero(np.asarray(spec.stacked).reshape(-1) >= 0)
+    rows = figures.reshape(-1, figures.shape[-1])[present]
+    counts, (balance, z_loss, dropped) = rows[:, : settings.num_experts], rows[:, settings.num_experts :].sum(0)
+    load = counts / jnp.maximum(counts.mean(1, keepdims=True), 1.0)
+    parts = len(present) * num_parts
+    return {
+        "moe_aux_loss": balance / parts,
+        "moe_z_loss": z_loss / parts,
+        "expert_load_max": load.max(),
+        "expert_load_min": load.min(),
+        "dropped_tokens": dropped,
+    }
+
+
+def _with_expert_bias(settings: StepSettings, weights: Tree, figures: Array) -> Tree:
+    """Returns the weights with the routers' biases of the next global batch, where there are such."""
+    moe = settings.model.layer.moe
+    if moe is None or not moe.router.expert_bias:
+        return weights
+    layers = weights["layers"]
+    router = layers["moe"]["router"]
+    counts = figures[..., : settings.num_experts]
+    # Without the places that hold no layer: theirs stay zero.
+    places = np.asarray(settings.specs["layers"]["moe"]["router"]["kernel"].stacked).reshape(counts.shape[:-1])
+    rate = moe.router.bias_update_rate * jnp.asarray(places >= 0, jnp.float32)[..., None]
+    bias = updated_bias(router["expert_bias"], counts, rate)
+    return {**weights, "layers": {**layers, "moe": {**layers["moe"], "router": {**router, "expert_bias": bias}}}}
+
+
 def make_train_step(
     settings: StepSettings,
     mesh: Mesh,
@@ -374,6 +499,8 @@ def make_train_step(
         master = state.master if mixed else own_parts(state.parameters)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, master)
         master = optax.apply_updates(master, updates)
+        if settings.has_experts:
+            master = _with_expert_bias(settings, master, report[MOE_FIGURES])
         if mixed:
             # XLA may compute an update once for what is stored and once more, rounded otherwise, for what is cast: the
             # barrier makes the parameters those that a restart casts from the stored ones. On CPUs it does nothing.
@@ -392,6 +519,10 @@ def make_train_step(
             "leaf_norms": leaf_norms,
             **{name: value for name, value in report.items() if name in ("rank_loss_sums", "finite_gradients")},
         }
+        if settings.has_experts:
+            microbatches = (batch.tokens if isinstance(batch, Batch) else batch.text).shape[0]
+            parts = microbatches * mesh.shape["dp"] * mesh.shape["ep"]
+            metrics |= _expert_metrics(settings, report[MOE_FIGURES], parts)
         if scaler is not None:
             new_state = _skip_unless_finite(settings, state, new_state, leaf_norms)
             metrics |= {"loss_scale": scale, "skipped": new_state.skipped}
@@ -410,7 +541,7 @@ def make_eval_step(settings: StepSettings, mesh: Mesh) -> Callable[[Tree, Batch 
     def body(parameters: Tree, batch: Batch) -> Metrics:
         model = gpt_pipeline_model(settings.model, settings.parallel, settings.pipeline.parallel)
         schedule = settings.pipeline.build(batch.loss_mask.shape[0])
-        batch = own_part(batch, settings.parallel.context)
+        batch = own_part(with_padding(batch) if settings.has_experts else batch, settings.parallel.context)
         microbatches = (_tokens(batch, batch.loss_mask), batch.loss_mask)
         sums = run_forward(model, schedule, parameters, microbatches, axis=settings.pipeline.parallel.axis)
         return sum_over(sums, DATA_AXES)

@@ -12,7 +12,6 @@ from jmegatron.config.megatron_flags import (
     ALIASES,
     IGNORED,
     UNSUPPORTED,
-    UNSUPPORTED_DEGREES,
     UNSUPPORTED_FAMILIES,
     VALUE_ALIASES,
 )
@@ -136,14 +135,6 @@ def test_every_flag_without_effect_leaves_the_config_unchanged(row):
 
 def test_a_flag_without_effect_may_stand_last_without_its_value():
     assert load_config([*BASE, "--distributed-backend"]).ignored_flags[0][0] == "--distributed-backend"
-
-
-@pytest.mark.parametrize(("name", "reason"), UNSUPPORTED_DEGREES)
-def test_degrees_that_are_not_there_yet_must_be_one(capsys, name, reason):
-    load_config([*BASE, flag_of(name), "1"])
-    err = refusal(capsys, flag_of(name), "2")
-    assert flag_of(name) in err
-    assert reason in err
 
 
 def test_the_flag_tables_and_the_options_name_nothing_twice():

@@ -15,6 +15,7 @@ from jmegatron.config import (
     attention_window,
     cp_comm_types,
     layer_split_of,
+    moe_layers,
     padded_vocab_size,
     resolve,
     validate,
@@ -57,7 +58,44 @@ def samples(count: int, **values) -> dict:
     return {"train_iters": None, "train_samples": count, **values}
 
 
+def moe(**values) -> dict:
+    return {"num_experts": 8, **values}
+
+
 BAD = {
+    "experts of a dense model": ({"moe_router_topk": 4}, ["moe_router_topk 4, no num_experts", "give --num-experts"]),
+    "ep of a dense model": (
+        {"expert_model_parallel_size": 2},
+        ["expert_model_parallel_size 2", "no num_experts", "give --num-experts"],
+    ),
+    "experts not by ep": (
+        moe(expert_model_parallel_size=3),
+        ["num_experts 8, expert_model_parallel_size 3", "one of 1, 2, 4, 8"],
+    ),
+    "more experts than there are": (moe(moe_router_topk=9), ["moe_router_topk 9, num_experts 8"]),
+    "one expert without pre-softmax": (moe(moe_router_topk=1), ["moe_router_topk 1", "add --moe-router-pre-softmax"]),
+    "bias of softmax": (moe(moe_router_enable_expert_bias=True), ["--moe-router-score-function sigmoid"]),
+    "groups that do not divide": (
+        moe(moe_router_num_groups=3, moe_router_group_topk=1),
+        ["moe_router_num_groups 3", "num_experts 8"],
+    ),
+    "groups without a number": (moe(moe_router_num_groups=4), ["moe_router_group_topk None"]),
+    "policy without capacity": (
+        moe(moe_token_drop_policy="position"),
+        ["moe_token_drop_policy, no moe_expert_capacity_factor", "give --moe-expert-capacity-factor"],
+    ),
+    "a part of tp for experts": (
+        tp(4, num_experts=8, expert_tensor_parallel_size=2),
+        ["expert_tensor_parallel_size 2", "tensor_model_parallel_size 4", "1 or 4"],
+    ),
+    "expert not by tp": (tp(4, num_experts=8, moe_ffn_hidden_size=30), ["moe_ffn_hidden_size 30", "32"]),
+    "pattern of another length": (moe(moe_layer_freq="[0, 1, 1]"), ["'[0, 1, 1]', num_layers 2"]),
+    "pattern that is none": (moe(moe_layer_freq="[1]*__import__"), ["--moe-layer-freq 2"]),
+    "pattern too long": (moe(moe_layer_freq="[1]*99999999999"), ["num_layers 2"]),
+    "pattern that differs from stage to stage": (
+        moe(moe_layer_freq="[0]*1+[1]*3", num_layers=4, pipeline_model_parallel_size=2),
+        ["none in layer 1 and experts in layer 3", "the same pattern in each of the 2 chunks"],
+    ),
     "heads not by tp": (tp(3), ["num_attention_heads 8", "tensor_model_parallel_size 3", "1, 2, 4, 8"]),
     "hidden not by heads": ({"hidden_size": 60}, ["hidden_size 60", "num_attention_heads 8", "--kv-channels"]),
     "groups without flag": ({"num_query_groups": 2}, ["num_query_groups 2", "add --group-query-attention"]),
@@ -512,6 +550,14 @@ def test_steps_that_are_skipped_do_not_stop_a_run(values, expected):
     assert resolve(config) == config
 
 
+@pytest.mark.parametrize(
+    ("text", "experts"), [(None, "1111"), ("2", "1010"), ("([0]+[1])*2", "0101"), ("[0]*1 + 3*[1]", "0111")]
+)
+def test_the_layers_with_experts_are_those_of_the_pattern(text, experts):
+    model = changed(num_layers=4, num_experts=8, moe_layer_freq=text).model
+    assert "".join(str(int(one)) for one in moe_layers(model)) == experts
+
+
 def test_errors_of_the_config_are_usage_errors():
     with pytest.raises(UsageError):
         validate(changed(num_layers=0))
@@ -519,7 +565,7 @@ def test_errors_of_the_config_are_usage_errors():
 
 def test_data_parallel_size_is_what_the_degrees_leave():
     assert validate_for_devices(changed(**tp(2, global_batch_size=8)), 8) == 4
-    assert validate_for_devices(changed(expert_model_parallel_size=2, global_batch_size=16), 8) == 4
+    assert validate_for_devices(changed(num_experts=4, expert_model_parallel_size=2, global_batch_size=16), 8) == 4
     assert validate_for_devices(changed(**tp(2, context_parallel_size=2, global_batch_size=4)), 8) == 2
     assert validate_for_devices(BASE, 1) == 1
 

@@ -90,6 +90,7 @@ FAMILIES = {
     "qwen2": ("Qwen2", LLAMA | dict(tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh")),
     "qwen2_window": ("Qwen2", LLAMA | dict(use_sliding_window=True, sliding_window=4, max_window_layers=0)),
     "qwen3": ("Qwen3", LLAMA | dict(head_dim=16, rms_norm_eps=1e-5)),
+    "mixtral": ("Mixtral", LLAMA | dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
 }
 DIVIDED = {"llama_tied": ("Llama", LLAMA | dict(num_hidden_layers=4, tie_word_embeddings=True))}
 """For runs on several devices: 4 heads, 2 groups of keys, 8 channels a head."""
@@ -99,6 +100,7 @@ CONFIG_JSON = {
     "mistral": LLAMA | dict(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=None),
     "qwen2": LLAMA | dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"]),
     "qwen3": LLAMA | dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"], head_dim=16),
+    "mixtral": LLAMA | dict(model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=4),
 }
 """What a config.json must say at least."""
 TOKENS = np.random.default_rng(3).integers(0, 61, (2, 33))
@@ -631,7 +633,9 @@ REFUSED = {
     "indivisible": ("llama", dict(hidden_size=30), "hidden_size"),
     "architecture": ("llama", dict(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
     "unknown model": ("llama", dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"]), "gemma2"),
-    "experts": ("llama", dict(model_type="mixtral", num_local_experts=8), "mixtures of experts"),
+    "experts": ("llama", dict(model_type="qwen3_moe", num_experts=8), "mixture of experts"),
+    "one expert": ("mixtral", dict(num_experts_per_tok=1), "num_experts_per_tok"),
+    "noise": ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise"),
     "very many layers": ("llama", dict(num_hidden_layers=2**30), "num_hidden_layers"),
     "no model type": ("llama", dict(model_type=["llama"]), "model_type"),
 }

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden.megatron_weights import recorded, reference_settings, unpack_checkpoints
+from golden.test_moe_reference import moe_settings
 from safetensors.numpy import load_file
 
 from jmegatron import partition
@@ -333,7 +334,26 @@ def test_a_tensor_of_whole_numbers_is_named(folder: Path) -> None:
         plan_import(reader, GPT)
 
 
-def test_experts_are_refused_by_name(folder: Path) -> None:
+def test_a_checkpoint_of_two_expert_ranks_imports_and_exports_with_every_expert_in_its_place(
+    folder: Path, tmp_path: Path
+) -> None:
+    settings = moe_settings()
+    assert TorchDistReader(folder / "moe_ep2").tensors["decoder.layers.mlp.router.weight"][0] == (4, 4, 64)
+    reader = imported(folder / "moe_ep2", settings, tmp_path / "ours")
+    theirs = recorded("moe", "weights")
+    for layer in range(4):
+        for expert in range(4):
+            name = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight"
+            down = reader.read("parameters/layers/moe/experts/down/kernel", layer)[expert]
+            np.testing.assert_array_equal(down, theirs[name].T)
+            up = reader.read("parameters/layers/moe/experts/up/kernel", layer)[expert]
+            fc1 = theirs[name.replace("fc2", "fc1")]
+            np.testing.assert_array_equal(up, np.stack([fc1[:48].T, fc1[48:].T], 1))
+    found = options({**arguments(settings)}, TorchDistReader(folder / "moe_ep2").tensors)
+    assert (found["num_experts"], found["moe_router_topk"], found["moe_ffn_hidden_size"]) == (4, 2, 48)
+
+
+def test_experts_are_refused_by_a_dense_model(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"tensors of experts, such as decoder\.layers\.mlp\.experts\.experts"):
         plan_import(TorchDistReader(folder / "moe_ep2"), reference_settings("llama_like"))
 
@@ -429,7 +449,10 @@ def test_a_whole_namespace_is_understood(folder: Path) -> None:
 
 
 UNUSABLE = {
-    "experts": ({"num_experts": 8}, r"args\.num_experts: got 8 .* not implemented"),
+    "experts in some layers": (
+        {"num_experts": 8, "moe_layer_freq": 2},
+        r"args\.moe_layer_freq: got 2 .* not implemented",
+    ),
     "latent attention": ({"multi_latent_attention": True}, "args.multi_latent_attention"),
     "yarn": ({"position_embedding_type": "yarn"}, "args.position_embedding_type: got 'yarn'"),
     "other layers": ({"num_layers": 6}, "num_layers: the checkpoint's arguments say 6, its tensors 4"),

@@ -89,6 +89,27 @@ def tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return scalars
 
 
+def test_a_mixture_of_experts_reports_losses_loads_and_dropped_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = dict(
+        moe_aux_loss=1.25, moe_z_loss=0.5, expert_load_max=1.75, expert_load_min=0.25, dropped_tokens=3
+    )  # fmt: skip
+    with reporter(metrics_file=str(tmp_path / "m")) as writer:
+        writer.step(report(**figures))
+        writer.step(report(2))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(
+        " | load_balancing_loss: 1.250000E+00 | z_loss: 5.000000E-01 | expert load over mean: 0.250 to 1.750"
+        " | dropped tokens:      3 |"
+    )
+    assert second.endswith("number of nan iterations:   0 |")
+    records = read_metrics(tmp_path / "m")
+    assert list(records[0]) == [*KEYS, *figures]
+    assert records[0].items() >= figures.items()
+    assert list(records[1]) == KEYS  # a dense model has no such figures
+
+
 def test_the_log_interval_takes_the_mean_time_and_keeps_first_and_last(tmp_path: Path) -> None:
     assert list(train(tmp_path, "--log-interval", "100").steps) == [1, 6]
     assert list(train(tmp_path, "--log-interval", "4").steps) == [1, 4, 6]

@@ -1,0 +1,1 @@
+"""Mixture of experts: router, exchange of tokens over ep, experts. See README.md."""
