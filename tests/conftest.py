@@ -25,8 +25,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 ).strip()
 
-import jax
-import pytest
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 ONCE = (
     # No JAX in them, and slow.

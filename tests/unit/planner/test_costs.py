@@ -26,6 +26,11 @@ TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 UNEVEN = f"{PP} 2 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3"
 CHUNKS = f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2"
 SHARDED = "--use-distributed-optimizer"
+EP = "--expert-model-parallel-size"
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96"
+SHARED_EXPERT = (
+    "--moe-shared-expert-intermediate-size 48 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+)
 LAYOUTS = {
     "one device a replica, fp32": "",
     "sequence parallel": f"--bf16 {TP} 2 --sequence-parallel",
@@ -37,6 +42,15 @@ LAYOUTS = {
     "a stage without layers": f"--bf16 {PP} 2 --pipeline-model-parallel-layout Et|tt|t|L",
     "positions that the ranks cannot share": f"--bf16 --optimizer sgd {PP} 4 --max-position-embeddings 33",
     "lion, sharded, fp32": f"--optimizer lion {SHARDED}",
+    "experts": f"--bf16 {EXPERTS} {SHARDED}",
+    "experts, ep 2": f"--bf16 {EXPERTS} {EP} 2",
+    "experts, ep 4, tp 2, sharded": f"--bf16 {EXPERTS} {EP} 4 {TP} 2 {SHARDED}",
+    "whole experts, ep 2, tp 2, sharded": f"{LLAMA} {EXPERTS} {EP} 2 {TP} 2 {SHARDED} --expert-tensor-parallel-size 1",
+    "shared expert, bias of experts": f"{LLAMA} {EXPERTS} {SHARED_EXPERT} {EP} 2 {TP} 2 {SHARDED}",
+    "experts, stages": f"{LLAMA} {EXPERTS} {EP} 2 {PP} 2 {SHARDED} --overlap-grad-reduce --overlap-param-gather",
+    "experts in every second layer": f"--bf16 {EXPERTS} {EP} 2 {PP} 2 {SHARDED} --moe-layer-freq [1,0]*2",
+    "experts in some layers of uneven stages": f"{LLAMA} {EXPERTS} {SHARED_EXPERT} {UNEVEN} --moe-layer-freq [0]*2+[1]*2",
+    "experts, context parallel, chunks": f"--bf16 {EXPERTS} {EP} 2 {CHUNKS} {SHARDED} --context-parallel-size 2",
 }
 
 
