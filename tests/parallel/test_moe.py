@@ -123,6 +123,16 @@ def test_a_coefficient_of_zero_is_no_loss_bit_for_bit():
         np.testing.assert_array_equal(gradient, zero.gradients[name], err_msg=name)
 
 
+@pytest.mark.parametrize("recompute", [dict(recompute="selective", recompute_mlp=True), dict(recompute="full")])
+def test_recompute_changes_no_number(recompute):
+    plain = settings_of()
+    again = dataclasses.replace(plain, layer=dataclasses.replace(plain.layer, **recompute))
+    got, expected = run_gradients(again, batch(), ep=2), one_device(plain)
+    assert_equal_steps(got, expected)
+    # The router runs twice, and counts once.
+    np.testing.assert_array_equal(figures(got)[:, :EXPERTS], figures(expected)[:, :EXPERTS])
+
+
 def test_tokens_of_padding_change_nothing_that_is_learned():
     """With a capacity that they would fill, and a balancing loss that would count them."""
     settings = settings_of(balancing="aux_loss")
