@@ -80,7 +80,7 @@ def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
     target = card(given.target_gpu)
     # Before jax is imported: its CUDA plugin, which is the compiler, fails its own checks without a GPU.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from jmegatron.training.planning import request_of
+    from jmegatron.training.planning import expert_note, request_of
 
     own = ["--config", given.model] if given.model is not None else []
     for name in ("global_batch_size", "seq_length"):
@@ -88,7 +88,7 @@ def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
             own += [f"--{name.replace('_', '-')}={getattr(given, name)}"]
     config = _config(given, [*own, *rest])
     found = plan(request_of(config, given.num_gpus, target, headroom=given.headroom))
-    for line in head_lines(found):
+    for line in [*expert_note(config), *head_lines(found)]:
         print(line)
     if found.best is None:
         lines = [*reason_lines(found.rejected), *miss_lines(found)]
@@ -132,12 +132,13 @@ def head_lines(found: Plan) -> list[str]:
     """Returns what was planned and how much was tried."""
     request = found.request
     shape, tokens = request.shape, request.global_batch_size * request.shape.seq_len
-    parameters = formulas.parameters(shape).total
+    parameters, of_token = formulas.parameters(shape).total, formulas.parameters_of_token(shape)
+    experts = f" ({of_token / 1e9:.2f} of them for each token)" if shape.experts else ""
     rate = "roofline" if request.assumed_tflops is None else f"{request.assumed_tflops:g} TFLOP/s a GPU"
     usable, memory = request.usable_bytes / 1e9, request.card.memory_bytes / 1e9
     return [
-        f"{parameters / 1e9:.2f} billion parameters, {request.global_batch_size} x {shape.seq_len} tokens a step, "
-        f"{formulas.flops_6nd(parameters, tokens):.3g} FLOP by 6ND",
+        f"{parameters / 1e9:.2f} billion parameters{experts}, {request.global_batch_size} x {shape.seq_len} tokens a "
+        f"step, {formulas.flops_6nd(of_token, tokens):.3g} FLOP by 6ND",
         f"{request.num_gpus} x {request.card.name}, {request.gpus_per_node} a node; {usable:.1f} of {memory:.1f} GB "
         f"are to be used; times by the formulas ({rate})",
         f"{len(found.ranked)} layouts fit, {len(found.rejected)} do not or cannot be",
@@ -145,7 +146,7 @@ def head_lines(found: Plan) -> list[str]:
     ]
 
 
-_COLUMNS = ("tp", "pp", "chunks", "cp", "dp", "micro", "m", "recompute", "optimizer", "schedule")
+_COLUMNS = ("tp", "pp", "chunks", "cp", "ep", "dp", "micro", "m", "recompute", "optimizer", "schedule")
 
 
 def table_lines(found: Plan, top: int) -> list[str]:
@@ -157,7 +158,7 @@ def table_lines(found: Plan, top: int) -> list[str]:
         rows.append(
             [
                 str(place),
-                *(str(n) for n in (layout.tp, layout.pp, layout.num_chunks, layout.cp, layout.dp * layout.ep)),
+                *(str(n) for n in (layout.tp, layout.pp, layout.num_chunks, layout.cp, layout.ep, layout.dp)),
                 *(str(n) for n in (layout.micro_batch_size, layout.num_microbatches)),
                 layout.recompute or "-",
                 sharding + (", overlap" if layout.overlap_grad_reduce else ""),
@@ -299,7 +300,8 @@ def _record(one: Candidate) -> dict[str, Any]:
 
     return {
         "options": {name: value for name, value in planned_options(one).items() if name in PLANNED},
-        "dp": one.layout.dp * one.layout.ep,
+        "ep": one.layout.ep,
+        "dp": one.layout.dp,
         "num_microbatches": one.layout.num_microbatches,
         "padded_vocab_size": one.vocab_rows,
         "bubble": _bubble(one),

@@ -74,7 +74,7 @@ def _resolve_parallel(config: Config) -> ParallelConfig:
     several = num_chunks_of(layer_split_of(config)) > 1
     derived: PipelineSchedule = "interleaved" if several else "1f1b"
     experts = parallel.expert_tensor_parallel_size
-    if config.model.num_experts is not None:
+    if config.model.num_experts is not None and not parallel.auto_parallel:
         experts = experts or parallel.tensor_model_parallel_size
     return dataclasses.replace(
         parallel, pipeline_schedule=parallel.pipeline_schedule or derived, expert_tensor_parallel_size=experts

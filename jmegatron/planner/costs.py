@@ -7,6 +7,8 @@ No communication; plain numbers. `formulas.py` knows the model alone; what the d
   tp rank, and so are the kernels of keys and values where there are fewer kv heads than tp ranks.
 - All devices run one program: with stages of unequal length each holds as many places as the longest needs.
   `RankParameters.total` is what belongs to a stage, `held` what lies on it.
+- Experts lie on ep, and on tp where that divides each of them; routers are whole everywhere. For experts dp and cp
+  alone are data ranks. Layers with and without experts are two stacks; every chunk has the same pattern of them.
 
 Sources: arXiv:2104.04473 section 2.2 (bubble); Megatron-LM training/theoretical_memory_usage.py.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jmegatron.planner.formulas import GPTShape, Parameters
 
@@ -30,6 +33,7 @@ class Layout:
         dp: data-parallel ranks, expert-parallel ones apart.
         cp: context-parallel ranks.
         ep: expert-parallel ranks (for everything but experts more data-parallel ones).
+        experts_over_tp: tp divides each expert; else each tp rank has whole ones.
         num_chunks: chunks of layers a stage.
         micro_batch_size: sequences of a micro-batch and data-parallel rank.
         num_microbatches: micro-batches of a step and data-parallel rank.
@@ -57,6 +61,7 @@ class Layout:
     dp: int = 1
     cp: int = 1
     ep: int = 1
+    experts_over_tp: bool = True
     num_chunks: int = 1
     micro_batch_size: int = 1
     num_microbatches: int = 1
@@ -91,8 +96,13 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that hold the same parameters: d = dp x ep x cp."""
+        """Ranks that hold the same parameters, but for experts: d = dp x ep x cp."""
         return self.dp * self.ep * self.cp
+
+    @property
+    def expert_data_ranks(self) -> int:
+        """Ranks that hold the same experts: dp x cp."""
+        return self.dp * self.cp
 
     @property
     def global_batch_size(self) -> int:
@@ -130,6 +140,59 @@ class Layout:
         return max(map(max, self.layers_of_chunks(num_layers)))
 
 
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+
+class Layers(NamedTuple):
+    """How many layers, without and with experts."""
+
+    dense: int
+    experts: int
+
+
+def expert_places(shape: GPTShape, layout: Layout) -> tuple[bool, ...]:
+    """Returns whether the layer at each place of a chunk has experts; the same in every chunk.
+
+    Raises:
+        ValueError: the chunks differ, or the layers cannot be divided.
+    """
+    lengths = layout.layers_of_chunks(shape.num_layers)
+    pattern = () if shape.experts is None else shape.experts.pattern
+    if shape.experts is None or all(pattern):
+        return (shape.experts is not None,) * max(map(max, lengths))
+    return _places_of_pattern(pattern, lengths)
+
+
+@functools.lru_cache(maxsize=256)
+def _places_of_pattern(pattern: tuple[bool, ...], lengths: tuple[tuple[int, ...], ...]) -> tuple[bool, ...]:
+    longest = max(map(max, lengths))
+    found: list[bool | None] = [None] * longest
+    layer = 0
+    for chunk in range(len(lengths[0])):  # chunks follow one another over the stages
+        for stage in lengths:
+            for place in range(stage[chunk]):
+                if found[place] not in (None, pattern[layer]):
+                    raise ValueError(f"layer {layer + 1}: of place {place + 1} of the chunks some have experts only")
+                found[place] = pattern[layer]
+                layer += 1
+    return tuple(bool(one) for one in found)
+
+
+def layers_held(shape: GPTShape, layout: Layout) -> Layers:
+    """Returns the places for layers that every device has."""
+    places = expert_places(shape, layout)
+    experts = sum(places)
+    return Layers(layout.num_chunks * (len(places) - experts), layout.num_chunks * experts)
+
+
+def layers_of_stage(shape: GPTShape, layout: Layout, stage: int) -> Layers:
+    """Returns the layers that belong to a stage."""
+    places = expert_places(shape, layout)
+    lengths = layout.layers_of_chunks(shape.num_layers)[stage]
+    experts = sum(sum(places[:length]) for length in lengths)
+    return Layers(sum(lengths) - experts, experts)
+
+
 # ---- parameters -----------------------------------------------------------------------------------------------------
 
 
@@ -140,9 +203,11 @@ class Leaf:
     Attributes:
         part: field of `formulas.Parameters`.
         dims: lengths on the device, of one layer where it belongs to layers.
-        per_layer: whether each layer has one.
-        sharing: devices of (pp, tp) that hold different parts of it; 1: each has the whole.
+        per_layer: whether layers have one each.
+        sharing: devices of (pp, ep, tp) that hold different parts of it; 1: each has the whole.
         matrix: whether muon takes it for a matrix.
+        of: layers that have it: "all", "dense" or "experts".
+        over_ep: ep divides it, so that its data ranks are those of experts.
     """
 
     part: str
@@ -150,6 +215,8 @@ class Leaf:
     per_layer: bool = True
     sharing: int = 1
     matrix: bool = False
+    of: str = "all"
+    over_ep: bool = False
 
     @property
     def size(self) -> int:
@@ -160,38 +227,45 @@ class Leaf:
         """Returns the elements that the distributed optimizer leaves on a rank: 1/d, or all if d divides no dim."""
         return self.size // data_ranks if any(dim % data_ranks == 0 for dim in self.dims) else self.size
 
+    def number(self, layers: Layers) -> int:
+        """Returns how many such parameters so many layers have; 1 of one that is in no layer."""
+        if not self.per_layer:
+            return 1
+        return sum(layers) if self.of == "all" else int(getattr(layers, self.of))
+
 
 def leaves(shape: GPTShape, layout: Layout) -> tuple[Leaf, ...]:
     """Returns every parameter of a device, each layer's once.
 
     Raises:
-        ValueError: heads, widths or vocabulary cannot be divided over the ranks.
+        ValueError: heads, widths, experts or vocabulary cannot be divided over the ranks.
     """
-    return _leaves(shape, layout.tp, layout.pp)
+    return _leaves(shape, layout.tp, layout.pp, layout.ep, layout.experts_over_tp)
 
 
 @functools.lru_cache(maxsize=256)  # a plan asks for the same ones thousands of times
-def _leaves(shape: GPTShape, t: int, p: int) -> tuple[Leaf, ...]:
-    pt, h = p * t, shape.hidden_size
-    for what, number, ranks in (
-        ("num_attention_heads", shape.num_attention_heads, t),
-        ("ffn_hidden_size", shape.ffn_hidden_size, t),
-        ("rows of the vocabulary", shape.vocab_rows, pt),
-    ):
+def _leaves(shape: GPTShape, t: int, p: int, ep: int, experts_over_tp: bool) -> tuple[Leaf, ...]:
+    pt, h, experts = p * t, shape.hidden_size, shape.experts
+    all_experts = experts is not None and experts.num_layers == shape.num_layers
+    numbers = [("num_attention_heads", shape.num_attention_heads, t), ("rows of the vocabulary", shape.vocab_rows, pt)]
+    if not all_experts:
+        numbers.append(("ffn_hidden_size", shape.ffn_hidden_size, t))
+    if experts is not None:
+        numbers.append(("num_experts", experts.num_experts, ep))
+        numbers.append(("ffn_hidden_size of the shared expert", experts.shared_ffn_hidden_size, t))
+        numbers.append(("ffn_hidden_size of an expert", experts.ffn_hidden_size, t if experts_over_tp else 1))
+    for what, number, ranks in numbers:
         if number % ranks:
             raise ValueError(f"{what} {number} cannot be divided over {ranks} ranks")
     groups, heads, width = shape.num_query_groups, shape.num_attention_heads // t, shape.kv_channels
     if groups % t and t % groups:
         raise ValueError(f"num_query_groups {groups} and {t} tp ranks: one must divide the other")
     kv_sharing = t if groups % t == 0 else 1
-    kv_heads, ffn = groups // kv_sharing, shape.ffn_hidden_size // t
-    inner = (2, ffn) if shape.gated else (ffn,)
+    kv_heads = groups // kv_sharing
     found = [
         Leaf("attention", (h, heads, width), sharing=t, matrix=True),
         Leaf("attention", (h, kv_heads, 2, width), sharing=kv_sharing, matrix=True),
         Leaf("attention", (heads, width, h), sharing=t, matrix=True),
-        Leaf("mlp", (h, *inner), sharing=t, matrix=True),
-        Leaf("mlp", (ffn, h), sharing=t, matrix=True),
     ]
     if shape.biases or shape.qkv_bias:
         found += [
@@ -199,7 +273,11 @@ def _leaves(shape: GPTShape, t: int, p: int) -> tuple[Leaf, ...]:
             Leaf("attention", (kv_heads, 2, width), sharing=kv_sharing),
         ]
     if shape.biases:
-        found += [Leaf("attention", (h,)), Leaf("mlp", inner, sharing=t), Leaf("mlp", (h,))]
+        found.append(Leaf("attention", (h,)))
+    if not all_experts:
+        found += _mlp_leaves(shape, shape.ffn_hidden_size // t, t, "all" if experts is None else "dense")
+    if experts is not None:
+        found += _expert_leaves(shape, t, ep, experts_over_tp)
     vectors = 2 if shape.norm == "layernorm" else 1
     found += [Leaf("norms", (h,))] * (2 * vectors)
     found += [Leaf("norms", (width,))] * (2 * vectors if shape.qk_norm else 0)
@@ -213,15 +291,69 @@ def _leaves(shape: GPTShape, t: int, p: int) -> tuple[Leaf, ...]:
     return tuple(found)
 
 
-def elements(shape: GPTShape, layout: Layout) -> tuple[int, int]:
-    """Returns the parameters of a device: of one layer, and of all that is in no layer."""
-    return _elements(shape, layout.tp, layout.pp)
+def _mlp_leaves(shape: GPTShape, ffn: int, t: int, of: str) -> list[Leaf]:
+    h, inner = shape.hidden_size, (2, ffn) if shape.gated else (ffn,)
+    found = [
+        Leaf("mlp", (h, *inner), sharing=t, matrix=True, of=of),
+        Leaf("mlp", (ffn, h), sharing=t, matrix=True, of=of),
+    ]
+    if shape.biases:
+        found += [Leaf("mlp", inner, sharing=t, of=of), Leaf("mlp", (h,), of=of)]
+    return found
+
+
+def _expert_leaves(shape: GPTShape, t: int, ep: int, over_tp: bool) -> list[Leaf]:
+    """Returns the parameters of router, experts and shared expert."""
+    experts = shape.experts
+    assert experts is not None
+    h, number, divided = shape.hidden_size, experts.num_experts // ep, t if over_tp else 1
+    ffn = experts.ffn_hidden_size // divided
+    inner = (2, ffn) if shape.gated else (ffn,)
+    own = functools.partial(Leaf, "experts", of="experts", over_ep=ep > 1)
+    found = [Leaf("router", (h, experts.num_experts), of="experts")]
+    if experts.router_bias:
+        found.append(Leaf("router", (experts.num_experts,), of="experts"))
+    found += [
+        own((number, h, *inner), sharing=ep * divided, matrix=True),
+        own((number, ffn, h), sharing=ep * divided, matrix=True),
+    ]
+    if shape.biases:
+        found += [own((number, *inner), sharing=ep * divided), own((number, h), sharing=ep)]
+    if experts.shared_ffn_hidden_size:
+        found += _mlp_leaves(shape, experts.shared_ffn_hidden_size // t, t, "experts")
+    return found
+
+
+class Elements(NamedTuple):
+    """Parameters of a device: of one layer without and with experts (of these the experts alone), and of no layer."""
+
+    dense_layer: int
+    expert_layer: int
+    experts: int
+    rest: int
+
+    def held(self, layers: Layers) -> tuple[int, int]:
+        """Returns all that so many layers and the rest have: (what ep does not divide, what it does)."""
+        divided = self.experts * layers.experts
+        whole = self.dense_layer * layers.dense + self.expert_layer * layers.experts + self.rest - divided
+        return whole, divided
+
+
+def elements(shape: GPTShape, layout: Layout) -> Elements:
+    """Returns the parameters of a device."""
+    return _elements(shape, layout.tp, layout.pp, layout.ep, layout.experts_over_tp)
 
 
 @functools.lru_cache(maxsize=256)
-def _elements(shape: GPTShape, t: int, p: int) -> tuple[int, int]:
-    found = _leaves(shape, t, p)
-    return sum(leaf.size for leaf in found if leaf.per_layer), sum(leaf.size for leaf in found if not leaf.per_layer)
+def _elements(shape: GPTShape, *ranks: int | bool) -> Elements:
+    found = _leaves(shape, *ranks)
+    total = lambda layers: sum(leaf.size * leaf.number(layers) for leaf in found if leaf.per_layer)  # noqa: E731
+    return Elements(
+        total(Layers(1, 0)),
+        total(Layers(0, 1)),
+        sum(leaf.size for leaf in found if leaf.over_ep),
+        sum(leaf.size for leaf in found if not leaf.per_layer),
+    )
 
 
 @dataclass(frozen=True)
@@ -253,20 +385,71 @@ def parameters_of_rank(shape: GPTShape, layout: Layout, stage: int = 0) -> RankP
     Raises:
         ValueError: the model cannot be divided so.
     """
-    lengths = layout.layers_of_chunks(shape.num_layers)
-    own, places = sum(lengths[stage]), layout.num_chunks * layout.places_of_chunk(shape.num_layers)
+    own, places = layers_of_stage(shape, layout, stage), layers_held(shape, layout)
     parts = dict.fromkeys(Parameters.__dataclass_fields__, 0)
+    empty = 0
     for leaf in leaves(shape, layout):
-        parts[leaf.part] += leaf.size * (own if leaf.per_layer else 1)
-    return RankParameters(Parameters(**parts), elements(shape, layout)[0] * (places - own))
+        parts[leaf.part] += leaf.size * leaf.number(own)
+        empty += leaf.size * (leaf.number(places) - leaf.number(own))
+    return RankParameters(Parameters(**parts), empty)
 
 
 def unique_parameters(shape: GPTShape, layout: Layout) -> int:
     """Returns the sum over all devices of what belongs to them, each element once: the model's parameters."""
     total = 0
-    for lengths in layout.layers_of_chunks(shape.num_layers):
-        total += sum(leaf.size * leaf.sharing * sum(lengths) for leaf in leaves(shape, layout) if leaf.per_layer)
+    for stage in range(layout.pp):
+        own = layers_of_stage(shape, layout, stage)
+        total += sum(leaf.size * leaf.sharing * leaf.number(own) for leaf in leaves(shape, layout) if leaf.per_layer)
     return total + sum(leaf.size * leaf.sharing for leaf in leaves(shape, layout) if not leaf.per_layer)
+
+
+# ---- rows of experts ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Rows of a layer with experts, of one device and micro-batch, as `moe.layer` sizes its buffers.
+
+    Attributes:
+        tokens: of this rank; each tp rank has its own.
+        sent: k for each token; as many come back.
+        received: room for those of all ep ranks.
+        joined: the same of all tp ranks together, where tp divides the experts.
+        even: of those joined, if every expert has equally many.
+        places: largest number that a product multiplies, padding included.
+    """
+
+    tokens: int
+    sent: int
+    received: int
+    joined: int
+    even: float
+    places: int
+
+
+def expert_rows(shape: GPTShape, layout: Layout) -> ExpertRows:
+    """Returns the rows of a layer with experts."""
+    experts = shape.experts
+    assert experts is not None
+    tokens = shape.seq_len // layout.cp * layout.micro_batch_size // layout.tp
+    k, local = experts.top_k, experts.num_experts // layout.ep
+    of_expert = tokens
+    if experts.capacity_factor is not None:
+        of_expert = min(tokens, math.ceil(tokens * k / experts.num_experts * experts.capacity_factor))
+    received = tokens * k
+    if layout.ep > 1:
+        received = min(layout.ep * tokens * min(k, local), layout.ep * of_expert * local)
+        if experts.bound_factor is not None:
+            received = min(received, math.ceil(experts.bound_factor * tokens * k))
+    sources = layout.tp if layout.experts_over_tp else 1
+    return ExpertRows(
+        tokens=tokens,
+        sent=tokens * k,
+        received=received,
+        joined=received * sources,
+        even=float(tokens * k * sources),
+        places=local * layout.ep * sources * of_expert,
+    )
 
 
 # ---- pipeline -------------------------------------------------------------------------------------------------------

@@ -29,6 +29,11 @@ class ExpertShape:
         num_layers: layers that have experts; the others are dense.
         shared_ffn_hidden_size: inner width of the feed-forward layer that every token passes as well; 0 for none.
         router_bias: the router has a bias for each expert.
+        pattern: whether each layer has experts; (): all have.
+        capacity_factor: as `--moe-expert-capacity-factor`.
+        pad_to_capacity: as `--moe-pad-expert-input-to-capacity`.
+        bound_factor: as `--moe-receive-bound-factor`.
+        router_fp32: the router multiplies in fp32.
     """
 
     num_experts: int
@@ -37,6 +42,11 @@ class ExpertShape:
     num_layers: int
     shared_ffn_hidden_size: int = 0
     router_bias: bool = False
+    pattern: tuple[bool, ...] = ()
+    capacity_factor: float | None = None
+    pad_to_capacity: bool = False
+    bound_factor: float | None = None
+    router_fp32: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,13 @@ def parameters(shape: GPTShape) -> Parameters:
     )
 
 
+def parameters_of_token(shape: GPTShape) -> int:
+    """Number of parameters that compute a token: all, but of each layer's experts those that the token goes to."""
+    experts = shape.experts
+    idle = 0 if experts is None else experts.num_experts - experts.top_k
+    return parameters(shape).total - (_expert_parameters(shape) // experts.num_experts * idle if experts else 0)
+
+
 def matmul_parameters(shape: GPTShape) -> int:
     """Weights that a token is multiplied with: layers and output layer, without embeddings, biases and norms.
 
@@ -242,27 +259,38 @@ def flops_6nd(num_parameters: int | float, tokens: int) -> float:
     return 6.0 * num_parameters * tokens
 
 
+def first_product_flops_per_token(shape: GPTShape) -> float:
+    """Forward FLOPs of the first product (with the gate's) of feed-forward layers and experts for one token."""
+    experts, width = shape.experts, _dense_layers(shape) * shape.ffn_hidden_size
+    if experts is not None:
+        width += experts.num_layers * (experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size)
+    return 2.0 * shape.hidden_size * width * (2 if shape.gated else 1)
+
+
 def executed_flops_per_step(
     shape: GPTShape,
     tokens_per_step: int,
     causal_skip: bool = False,
     recompute: str = "none",
     scores_again: bool = False,
+    recompute_mlp: bool = False,
 ) -> float:
     """Matmul FLOPs that a step really executes on all devices together.
 
     `scores_again`: attention's backward multiplies queries and keys again, instead of keeping s x s probabilities. So
     does every attention here, but what cuDNN multiplies inside of itself is not counted.
 
-    `recompute` is "none", "selective" (norms and activations run again, no product) or "full" (the forward of every
-    layer runs again; the output layer is kept).
+    `recompute` is "none", "selective" (norms and activations run again, no product; with `recompute_mlp` the first
+    product of feed-forward layers and experts) or "full" (the forward of every layer runs again; the output layer is
+    kept).
 
     Raises:
         ValueError: `recompute` is none of the three.
     """
     layers = 2 * _layer_weights(shape)
     attention = attention_flops_per_token(shape, causal_skip)
-    again = {"none": 0.0, "selective": 0.0, "full": layers + attention}
+    first = first_product_flops_per_token(shape) if recompute_mlp else 0.0
+    again = {"none": 0.0, "selective": first, "full": layers + attention}
     if recompute not in again:
         raise ValueError(f"recompute {recompute!r}: expected one of {', '.join(again)}")
     scores = attention / 2 if scores_again else 0.0

@@ -8,7 +8,8 @@ What is tried: tp divides a node, heads, feed-forward width and kv heads (or is 
 sequence parallelism; cp only where a rank keeps `SHORTEST_SEQUENCE` tokens; pp times chunks divides the layers, or pp
 alone with shorter end stages; micro-batches of up to `LARGEST_MICROBATCH` sequences; recompute none, selective or full,
 one layer at a time; the distributed optimizer off, on, or on with both overlaps; the low-memory schedule beside the
-default. What the request fixes is tried as it is.
+default. What the request fixes is tried as it is. Expert parallelism is not searched: ep, and whether tp divides each
+expert, stay as the request's `base` says.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jmegatron.config.layer_split import LayerSplit, chunk_lengths
 from jmegatron.config.resolution import padded_vocab_size
 from jmegatron.errors import ConfigError
 from jmegatron.planner.cards import CARDS, Card
-from jmegatron.planner.costs import Layout
+from jmegatron.planner.costs import Layout, expert_places
 from jmegatron.planner.formulas import GPTShape
 from jmegatron.planner.memory import Memory, memory_of_step
 from jmegatron.planner.times import StepTime, step_time
@@ -52,7 +53,7 @@ class Request:
         gpus_per_node: devices that NVLink joins.
         card: the GPU.
         global_batch_size: sequences of a step.
-        base: what no layout changes: dtypes, optimizer, dropout, `cp_comm_type`.
+        base: what no layout changes: dtypes, optimizer, dropout, `cp_comm_type`, ep and `experts_over_tp`.
         fixed: fields of `Layout`, or `SPLIT_FIELDS`, that are not to be tried: name -> value.
         assumed_tflops: see `times.step_time`.
         headroom: see `HEADROOM`.
@@ -182,7 +183,8 @@ def describe(layout: Layout) -> str:
     """Returns a layout in few words, such as `tp 8 pp 4 x 4 dp 16, 64 micro-batches of 1, selective`."""
     words = [f"tp {layout.tp}", f"pp {layout.pp}" + (f" x {layout.num_chunks}" if layout.num_chunks > 1 else "")]
     words += [f"cp {layout.cp}"] if layout.cp > 1 else []
-    words += [f"dp {layout.dp * layout.ep}"]
+    words += [f"ep {layout.ep}"] if layout.ep > 1 else []
+    words += [f"dp {layout.dp}"]
     parts = [" ".join(words), f"{layout.num_microbatches} micro-batches of {layout.micro_batch_size}"]
     parts += [layout.recompute or "no recompute"]
     parts += [layout.schedule] if layout.schedule not in ("", "1f1b", "interleaved") else []
@@ -195,6 +197,7 @@ _PARTS = {
     "matmul": "products",
     "memory_bound": "memory-bound work",
     "tp": "exposed tp communication",
+    "ep": "exposed ep communication",
     "cp": "exposed cp communication",
     "pp": "exposed pp communication",
     "data": "exposed dp communication",
@@ -222,18 +225,18 @@ def _divisors(number: int) -> list[int]:
 
 def _candidates(request: Request) -> Iterator[Candidate | Rejected]:
     """Yields everything, in a fixed order."""
-    shape, fixed, n = request.shape, request.fixed, request.num_gpus
+    fixed, n, ep = request.fixed, request.num_gpus, request.base.ep
     for tp in _choices(fixed, "tp", _divisors(min(request.gpus_per_node, n))):
-        if reason := _why_no_tp(shape, tp, n):
-            yield Rejected("devices" if n % tp else "heads", f"tp {tp}", reason)
+        if reason := _why_no_tp(request, tp):
+            yield Rejected("devices" if n % (tp * ep) else "heads", f"tp {tp}", reason)
             continue
-        for cp in _choices(fixed, "cp", _divisors(n // tp)):
-            if (n // tp) % cp:
-                yield Rejected("devices", f"tp {tp} cp {cp}", f"{n} GPUs are no multiple of {tp * cp}")
+        for cp in _choices(fixed, "cp", _divisors(n // (tp * ep))):
+            if n // (tp * ep) % cp:
+                yield Rejected("devices", f"tp {tp} cp {cp}", f"{n} GPUs are no multiple of {tp * cp * ep}")
                 continue
             if reason := _why_no_cp(request, tp, cp):
                 yield Rejected("sequence", f"tp {tp} cp {cp}", reason)
-                if "cp" not in fixed and shape.seq_len < SHORTEST_SEQUENCE * cp:
+                if "cp" not in fixed and request.shape.seq_len < SHORTEST_SEQUENCE * cp:
                     break  # larger ones are not better
                 continue
             yield from _with_pp(request, tp, cp)
@@ -243,14 +246,19 @@ def _choices(fixed: Mapping[str, Any], name: str, values: list[Any]) -> list[Any
     return [fixed[name]] if name in fixed else values
 
 
-def _why_no_tp(shape: GPTShape, tp: int, num_gpus: int) -> str:
-    groups = shape.num_query_groups
-    if num_gpus % tp:
-        return f"{num_gpus} GPUs are no multiple of {tp}"
-    for name, number in (
-        ("num_attention_heads", shape.num_attention_heads),
-        ("ffn_hidden_size", shape.ffn_hidden_size),
-    ):
+def _why_no_tp(request: Request, tp: int) -> str:
+    shape, base = request.shape, request.base
+    groups, experts = shape.num_query_groups, shape.experts
+    if request.num_gpus % (tp * base.ep):
+        return f"{request.num_gpus} GPUs are no multiple of {tp * base.ep}"
+    numbers = [("num_attention_heads", shape.num_attention_heads)]
+    if experts is None or experts.num_layers < shape.num_layers:
+        numbers.append(("ffn_hidden_size", shape.ffn_hidden_size))
+    if experts is not None:
+        numbers.append(("moe_shared_expert_intermediate_size", experts.shared_ffn_hidden_size))
+        if base.experts_over_tp:
+            numbers.append(("moe_ffn_hidden_size", experts.ffn_hidden_size))
+    for name, number in numbers:
         if number % tp:
             return f"{name} {number} is no multiple of {tp}"
     return "" if groups % tp == 0 or tp % groups == 0 else f"num_query_groups {groups}: it or tp must divide the other"
@@ -258,10 +266,11 @@ def _why_no_tp(shape: GPTShape, tp: int, num_gpus: int) -> str:
 
 def _why_no_cp(request: Request, tp: int, cp: int) -> str:
     length, fixed = request.shape.seq_len, request.fixed
-    sequence_parallel = tp > 1 and fixed.get("sequence_parallel", True)
+    # Each tp rank routes a part of the tokens to experts, with or without sequence parallelism.
+    divided = tp > 1 and (fixed.get("sequence_parallel", True) or request.shape.experts is not None)
     if cp > 1 and length % (2 * cp):
         return f"seq_length {length} is no multiple of 2 x {cp}"
-    if sequence_parallel and length % (tp * cp):
+    if divided and length % (tp * cp):
         return f"seq_length {length} is no multiple of tp x cp = {tp * cp}"
     if cp > 1 and "cp" not in fixed and length // cp < SHORTEST_SEQUENCE:
         return f"{length // cp} tokens on a rank, fewer than {SHORTEST_SEQUENCE}"
@@ -274,19 +283,20 @@ def _why_no_cp(request: Request, tp: int, cp: int) -> str:
 
 def _with_pp(request: Request, tp: int, cp: int) -> Iterator[Candidate | Rejected]:
     shape, fixed = request.shape, request.fixed
-    rest = request.num_gpus // (tp * cp)
+    ep = request.base.ep
+    rest = request.num_gpus // (tp * cp * ep)
     for pp in _choices(fixed, "pp", [d for d in _divisors(rest) if d <= shape.num_layers]):
         what = f"tp {tp} pp {pp}" + (f" cp {cp}" if cp > 1 else "")
         if rest % pp:
-            yield Rejected("devices", what, f"{request.num_gpus} GPUs are no multiple of {tp * cp * pp}")
+            yield Rejected("devices", what, f"{request.num_gpus} GPUs are no multiple of {tp * cp * pp * ep}")
             continue
         rows = _vocab_rows(request, tp, pp)
         if rows is None:
             yield Rejected("vocabulary", what, f"{shape.vocab_rows} rows are no multiple of tp x pp = {tp * pp}")
             continue
         dp, batch = rest // pp, request.global_batch_size
-        if batch % dp:
-            yield Rejected("batch", f"{what} dp {dp}", f"global batch {batch} is no multiple of {dp}")
+        if batch % (dp * ep):
+            yield Rejected("batch", f"{what} dp {dp}", f"global batch {batch} is no multiple of {dp * ep}")
             continue
         sized = replace(shape, vocab_rows=rows)
         for split, lengths in _splits(request, pp):
@@ -304,6 +314,11 @@ def _with_pp(request: Request, tp: int, cp: int) -> Iterator[Candidate | Rejecte
                 gpus_per_node=request.gpus_per_node,
                 sequence_parallel=tp > 1 and fixed.get("sequence_parallel", True),
             )
+            try:
+                expert_places(shape, layout)
+            except ValueError as error:
+                yield Rejected("layers", f"{what} x {layout.num_chunks}", str(error))
+                continue
             for one in _with_batches(request, layout):
                 if isinstance(one, Rejected):
                     yield one
@@ -361,7 +376,7 @@ def _split(split: LayerSplit) -> tuple[LayerSplit, Any]:
 
 
 def _with_batches(request: Request, layout: Layout) -> Iterator[Layout | Rejected]:
-    fixed, of_rank = request.fixed, request.global_batch_size // layout.dp
+    fixed, of_rank = request.fixed, request.global_batch_size // (layout.dp * layout.ep)
     sizes = [2**i for i in range(LARGEST_MICROBATCH.bit_length()) if of_rank % 2**i == 0]
     for micro in _choices(fixed, "micro_batch_size", sizes):
         if of_rank % micro:

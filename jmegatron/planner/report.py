@@ -25,6 +25,7 @@ TIMES = {
     "matmul": "matmuls",
     "memory_bound": "memory-bound work",
     "tp": "exposed on tp",
+    "ep": "exposed on ep",
     "cp": "exposed on cp",
     "pp": "exposed on pp",
     "data": "exposed on dp",
@@ -81,6 +82,12 @@ def ratio(value: Number, theory: Number) -> str:
     return f"{value / theory:.3f}" if value is not None and theory else "-"
 
 
+def six_n_d_name(report: Report) -> str:
+    """Returns what the rule of thumb counts."""
+    of_token = report["model"].get("parameters_of_token")
+    return f"6 N D ({'parameters that a token needs' if of_token else 'all parameters'}, no attention)"
+
+
 def axes_text(axes: Sequence[str] | None) -> str:
     """Returns the names of mesh axes."""
     return "mixed" if axes is None else " x ".join(axes) or "none"
@@ -94,9 +101,11 @@ _PROSE = "\0"
 def title(report: Report) -> str:
     """Returns how large a model is compiled for what."""
     model, target = report["model"], report["target"]
+    of_token = model.get("parameters_of_token")
+    experts = f" ({of_token / 1e9:.2f} of them for each token)" if of_token else ""
     return (
-        f"dry run: {model['parameters'] / 1e9:.2f} billion parameters on {target['num_gpus']} x {target['gpu']}"
-        f" ({target['gpus_per_node']} a node)"
+        f"dry run: {model['parameters'] / 1e9:.2f} billion parameters{experts} on {target['num_gpus']} x"
+        f" {target['gpu']} ({target['gpus_per_node']} a node)"
     )
 
 
@@ -161,14 +170,16 @@ def _memory(report: Report) -> Iterator[str]:
         )
     else:
         yield from table(["", "closed form"], [[name, theory] for name, _, theory in rows])
-    rule = memory["state_rule"]
+    rule, experts = memory["state_rule"], "num_experts" in report["model"]
+    textbook = memory["textbook_activations_per_layer"]
+    textbook = "the textbook knows none" if textbook is None else f"textbook {gigabytes(textbook)}"
     yield (
         f"{_PROSE}state {gigabytes(memory['state'])} (parameters, optimizer state, gradients); rule of"
         f" {rule['bytes_per_parameter']:.4g} bytes a parameter: {gigabytes(rule['bytes'])}"
     )
     yield (
-        f"{_PROSE}activations of a layer and micro-batch: {gigabytes(memory['activations_per_layer'])} (textbook"
-        f" {gigabytes(memory['textbook_activations_per_layer'])}); room for {memory['chunks_kept']} chunks"
+        f"{_PROSE}activations of a layer{' with experts' if experts else ''} and micro-batch:"
+        f" {gigabytes(memory['activations_per_layer'])} ({textbook}); room for {memory['chunks_kept']} chunks"
     )
     yield (
         f"  {'fits' if memory['fits'] else 'DOES NOT FIT'}: {percent(memory['share'])} of the card's"
@@ -269,7 +280,7 @@ def _flops(report: Report) -> Iterator[str]:
     yield ""
     yield "MATMUL FLOPS A STEP, ALL GPUS"
     rows = [
-        ["6 N D (all parameters, no attention)", flops(found["six_n_d"])],
+        [six_n_d_name(report), flops(found["six_n_d"])],
         ["model, attention over the whole rectangle", flops(found["model"])],
         ["model, causal half (as Megatron-LM counts)", flops(found["model_causal"])],
         ["the same with what is recomputed", flops(found["with_recompute"])],

@@ -192,6 +192,8 @@ def _memory(report: Report) -> Iterator[str]:
         ["state, by the rule of bytes a parameter", "", _data(report, "memory.state_rule.bytes", words.gigabytes)]
     )
     for key, name in (("activations_per_layer", "here"), ("textbook_activations_per_layer", "textbook")):
+        if memory[key] is None:
+            continue  # the textbook knows no experts
         rows.append([f"activations of a layer, {name}", "", _data(report, f"memory.{key}", words.gigabytes)])
     yield _table(["", "compiled" if report["compiled"] else "closed form", "closed form"], rows)
     if len(memory["stages"]) > 1:
@@ -326,7 +328,7 @@ def _picture(pipeline: Report) -> str:
 def _flops(report: Report) -> Iterator[str]:
     yield "<h2>Matmul FLOPs of a step, all GPUs</h2>"
     names = {
-        "six_n_d": "6 N D (all parameters, no attention)",
+        "six_n_d": words.six_n_d_name(report),
         "model": "model, attention over the whole rectangle",
         "model_causal": "model, causal half (as Megatron-LM counts)",
         "with_recompute": "the same with what is recomputed",

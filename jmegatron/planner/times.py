@@ -16,6 +16,8 @@ Assumptions, each a constant or a field of `StepTime`:
 6. In lock step each idle slot costs what a full one does, tp and cp included; embedding and output layer run m times.
    A slot costs `SLOT_S` more than its layers, so that chunks cannot be made ever shorter for nothing.
 
+7. Every expert has equally many tokens; with a busier one all devices wait for its device.
+
 Sources: arXiv:2104.04473 section 3, arXiv:2205.05198 section 4.2, arXiv:1910.02054 section 7.
 """
 
@@ -25,8 +27,9 @@ from dataclasses import dataclass, replace
 
 from jmegatron.planner import formulas
 from jmegatron.planner.cards import Card
-from jmegatron.planner.costs import Layout, bubble, elements, slots
+from jmegatron.planner.costs import Layout, bubble, elements, expert_rows, layers_held, slots
 from jmegatron.planner.formulas import GPTShape
+from jmegatron.planner.memory import dense_width, expert_inner_width
 
 MATMUL_SHARE = 0.65
 """Part of the peak that large matmuls and fused attention reach."""
@@ -74,20 +77,24 @@ class Group:
             return inside
         if kind == "permute":
             return min(inside, outside)  # the neighbour in another node is the slowest
-        if kind == "all-to-all":
+        if kind.endswith("all-to-all"):
             away = (self.size - self.members_per_node) / max(1, self.size - 1)
             return min(inside, outside / away)
         return min(inside, outside * self.members_per_node)
 
 
 def groups(layout: Layout) -> dict[str, Group]:
-    """Returns the group of each axis, and of "data", the axes (dp, ep, cp) together; order tp, cp, ep, dp, pp."""
+    """Returns the group of each axis, of "data", the axes (dp, ep, cp) together, and of "expert data", (dp, cp).
+
+    Order tp, cp, ep, dp, pp. The last one's members are not evenly apart with cp and ep; its extent counts.
+    """
     found, stride = {}, 1
     for axis in ("tp", "cp", "ep", "dp", "pp"):
         size = getattr(layout, axis)
         found[axis] = Group(size, stride, layout.gpus_per_node)
         stride *= size
     found["data"] = Group(layout.data_ranks, layout.tp, layout.gpus_per_node)
+    found["expert data"] = Group(layout.expert_data_ranks, layout.tp * layout.ep, layout.gpus_per_node)
     return found
 
 
@@ -96,8 +103,8 @@ class Traffic:
     """One kind of message.
 
     Attributes:
-        axis: mesh axis, or "data" for (dp, ep, cp) together.
-        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "permute".
+        axis: mesh axis, "data" for (dp, ep, cp) together, or "expert data" for (dp, cp).
+        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all" or "permute".
         what: what is sent.
         executions: times in a step, without idle slots.
         bytes: that one device sends in a step (a device that sends most), without idle slots.
@@ -119,6 +126,7 @@ _SENT = {
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,
     "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
     "permute": lambda n: 1.0,
 }
 
@@ -129,10 +137,14 @@ def communication(shape: GPTShape, layout: Layout, card: Card | None = None) -> 
     Per layer and micro-batch, B = bytes of a cp rank's activation (s b h / cp in the compute dtype):
     tp: two reductions of B forward and two backward; with sequence parallelism as a gather and a scatter each, and with
     recompute what runs again (selective: its two gathers; full: all of the forward but the last reduction).
+    ep: k rows a token and back, forward and backward; with full recompute forward again. Around it over tp, in place of
+    one reduction each way: without sequence parallelism a gather of B, and where tp divides experts a gather and a
+    scatter of the buffers of received rows. Counts, and figures of the router, are left out.
     cp: a ring sends keys and values cp - 1 times forward; backward them again and their gradients in fp32.
     Per micro-batch: embedding and output layer over tp (one reduction of B each way), their four all-reduces of an
     activation over pp, two small ones of the losses over (pp, tp), which are left out; a send per chunk and direction.
-    Per step: (d-1)/d of the gradients and of the new parameters, or an all-reduce of the gradients.
+    Per step: (d-1)/d of the gradients and of the new parameters, or an all-reduce of the gradients; of experts over dp
+    and cp alone.
 
     Raises:
         ValueError: the model cannot be divided so.
@@ -142,23 +154,28 @@ def communication(shape: GPTShape, layout: Layout, card: Card | None = None) -> 
     tokens = shape.seq_len // layout.cp * layout.micro_batch_size
     whole = e * tokens * shape.hidden_size
     own = whole / layout.sequence_ranks
-    places = layout.num_chunks * layout.places_of_chunk(shape.num_layers)
-    _tensor_parallel(add, shape, layout, whole, m * places)
-    _context_parallel(add, shape, layout, tokens, m * places)
+    layers = layers_held(shape, layout)
+    _tensor_parallel(add, shape, layout, whole)
+    if layers.experts:
+        _expert_parallel(add, shape, layout)
+    _context_parallel(add, shape, layout, tokens, m * sum(layers))
     if layout.pp > 1:
         sends = m * layout.num_chunks
         add("pp", "permute", "activations", sends, own)
         add("pp", "permute", "gradients of activations", sends, own)
         add("pp", "all-reduce", "embedding and its gradient", 2 * m, own)
         add("pp", "all-reduce", "input of the output layer and its gradient", 2 * m, own)
-    layer, rest = elements(shape, layout)
-    held = layer * places + rest
-    gradients = float(held * layout.gradient_bytes)
-    if layout.distributed_optimizer:
-        add("data", "reduce-scatter", "gradients", 1, gradients)
-        add("data", "all-gather", "parameters", 1, held * e)
-    else:
-        add("data", "all-reduce", "gradients", 1, gradients)
+    for axis, what, held in zip(
+        ("data", "expert data"), ("", " of experts"), elements(shape, layout).held(layers), strict=True
+    ):
+        if not held:
+            continue
+        gradients = float(held * layout.gradient_bytes)
+        if layout.distributed_optimizer:
+            add(axis, "reduce-scatter", f"gradients{what}", 1, gradients)
+            add(axis, "all-gather", f"parameters{what}", 1, held * e)
+        else:
+            add(axis, "all-reduce", f"gradients{what}", 1, gradients)
     return tuple(add.found)
 
 
@@ -190,19 +207,37 @@ def recomputed_share(shape: GPTShape, layout: Layout) -> float:
     return min(layout.recompute_num_layers, places) / places
 
 
-def _tensor_parallel(add: _Sum, shape: GPTShape, layout: Layout, whole: float, layers: int) -> None:
-    m, full = layout.num_microbatches, layers * recomputed_share(shape, layout)
+def _tensor_parallel(add: _Sum, shape: GPTShape, layout: Layout, whole: float) -> None:
+    m, layers, share = layout.num_microbatches, layers_held(shape, layout), recomputed_share(shape, layout)
+    # Attention of all layers; the feed-forward part of dense layers, and shared experts.
+    shared = layers.experts if shape.experts is not None and shape.experts.shared_ffn_hidden_size else 0
+    regions = m * (sum(layers) + layers.dense + shared)
     unit = layout.recompute_num_layers if layout.recompute_method == "uniform" else 1
-    reductions_again = full * (1 if unit == 1 else 2)  # one layer alone leaves its last reduction out
+    last = m * (layers.dense + shared) * share if unit == 1 else 0  # one layer alone leaves its last reduction out
+    reductions_again = regions * share - last
     if not layout.sequence_parallel:
-        add("tp", "all-reduce", "activations of layers", 4 * layers + reductions_again, whole)
+        add("tp", "all-reduce", "activations of layers", 2 * regions + reductions_again, whole)
+        # Each tp rank routes its own tokens: what comes of them is joined, backward as well.
+        joins = m * layers.experts * (2 + (share if unit > 1 else 0))
+        add("tp", "all-gather", "activations of layers", joins, whole)
         add("tp", "all-reduce", "embedding and output layer", 2 * m, whole)
         return
-    gathers_again = 2 * layers if layout.recompute == "selective" else 2 * full
-    add("tp", "all-gather", "activations of layers", 4 * layers + gathers_again, whole)
-    add("tp", "reduce-scatter", "activations of layers", 4 * layers + reductions_again, whole)
+    gathers_again = regions if layout.recompute == "selective" else regions * share
+    add("tp", "all-gather", "activations of layers", 2 * regions + gathers_again, whole)
+    add("tp", "reduce-scatter", "activations of layers", 2 * regions + reductions_again, whole)
     add("tp", "all-gather", "embedding and output layer", 2 * m, whole)
     add("tp", "reduce-scatter", "embedding and output layer", 2 * m, whole)
+
+
+def _expert_parallel(add: _Sum, shape: GPTShape, layout: Layout) -> None:
+    layers = layout.num_microbatches * layers_held(shape, layout).experts
+    rows, row = expert_rows(shape, layout), float(layout.parameter_bytes * shape.hidden_size)
+    again = layers * recomputed_share(shape, layout)
+    add("ep", "ragged-all-to-all", "rows of experts", 4 * layers + 2 * again, rows.sent * row)
+    if layout.experts_over_tp:
+        gathers = layers if layout.recompute == "selective" else again
+        add("tp", "all-gather", "rows of experts", 2 * layers + gathers, rows.joined * row)
+        add("tp", "reduce-scatter", "rows of experts", 2 * layers + again, rows.joined * row)
 
 
 def _context_parallel(add: _Sum, shape: GPTShape, layout: Layout, tokens: int, layers: int) -> None:
@@ -233,7 +268,7 @@ class StepTime:
     Attributes:
         matmul: products of layers and output layer, recomputed ones too.
         memory_bound: work that only moves bytes; 0 with `assumed_tflops`.
-        tp, cp, pp, data: exposed communication of the axis.
+        tp, ep, cp, pp, data: exposed communication of the axis; data is all that happens once a step.
         bubble: idle slots.
         model_flops: of a step on all devices, by `formulas.model_flops_per_step` with causal skip (Megatron-LM's).
         tokens: of a step.
@@ -244,6 +279,7 @@ class StepTime:
     matmul: float
     memory_bound: float
     tp: float
+    ep: float
     cp: float
     pp: float
     data: float
@@ -256,7 +292,7 @@ class StepTime:
     @property
     def exposed(self) -> float:
         """Exposed communication."""
-        return self.tp + self.cp + self.pp + self.data
+        return self.tp + self.ep + self.cp + self.pp + self.data
 
     @property
     def total(self) -> float:
@@ -302,7 +338,7 @@ def step_time(shape: GPTShape, layout: Layout, card: Card, assumed_tflops: float
     layer_flops, attention_flops, output_flops = _device_flops(shape, layout)
     layer_bytes, once_bytes = (0.0, 0.0) if assumed_tflops else _device_bytes(shape, layout)
     layers = layer_flops / rate + layer_bytes / card.memory_bytes_per_s
-    tp = seconds("tp", "activations of layers")
+    tp, ep = seconds("tp", "activations of layers", "rows of experts"), seconds("ep", "rows of experts")
     cp = sum((t.seconds for t in traffic if t.axis == "cp"), 0.0)
     if layout.cp_comm_type != "a2a":
         cp = max(0.0, cp - attention_flops / rate)
@@ -310,11 +346,12 @@ def step_time(shape: GPTShape, layout: Layout, card: Card, assumed_tflops: float
     if layout.schedule_name != "1f1b-low-memory":
         sends = max(0.0, sends - layers)
     between_slots = 2 * slots(layout) * SLOT_S if layout.pp > 1 else 0.0
-    in_slots = layers + tp + cp + sends
+    in_slots = layers + tp + ep + cp + sends
     costs = (1.0, 3.0 if recomputed_share(shape, layout) > 0.5 else 2.0)
     forward, backward = layers / m / sum(costs), layers / m * costs[1] / sum(costs)
     share = _share_of_layers(shape, layout)
-    reduce, gather = seconds("data", "gradients"), seconds("data", "parameters")
+    reduce = seconds("data", "gradients") + seconds("expert data", "gradients of experts")
+    gather = seconds("data", "parameters") + seconds("expert data", "parameters of experts")
     hidden = min(reduce * share, backward) if layout.overlap_grad_reduce else 0.0
     hidden += min(gather * share, forward) if layout.overlap_param_gather else 0.0
     tokens = layout.global_batch_size * shape.seq_len
@@ -322,6 +359,7 @@ def step_time(shape: GPTShape, layout: Layout, card: Card, assumed_tflops: float
         matmul=(layer_flops + output_flops) / rate,
         memory_bound=(layer_bytes + once_bytes) / card.memory_bytes_per_s,
         tp=tp + seconds("tp", "embedding and output layer"),
+        ep=ep,
         cp=cp,
         pp=sends + seconds("pp", "input of the output layer and its gradient") + between_slots,
         data=reduce + gather - hidden,
@@ -335,26 +373,38 @@ def step_time(shape: GPTShape, layout: Layout, card: Card, assumed_tflops: float
 
 def _share_of_layers(shape: GPTShape, layout: Layout) -> float:
     """Returns the part of a device's parameters that lies in layers."""
-    places = layout.num_chunks * layout.places_of_chunk(shape.num_layers)
-    layer, rest = elements(shape, layout)
-    return layer * places / (layer * places + rest)
+    held = sum(elements(shape, layout).held(layers_held(shape, layout)))
+    return 1 - elements(shape, layout).rest / held
 
 
 def _device_flops(shape: GPTShape, layout: Layout) -> tuple[float, float, float]:
     """Returns a device's FLOPs of a step: layers (attention among them), attention alone, output layer."""
     tokens = layout.num_microbatches * layout.micro_batch_size * shape.seq_len / layout.cp / layout.tp
-    places = layout.num_chunks * layout.places_of_chunk(shape.num_layers)
-    again = recomputed_share(shape, layout)
-    one = replace(shape, num_layers=1)
-    attention = formulas.attention_flops_per_token(one, causal_skip=True)
+    again, layers = recomputed_share(shape, layout), layers_held(shape, layout)
     output = 2.0 * shape.vocab_rows * shape.hidden_size
-    products = formulas.forward_flops_per_token(one, causal_skip=True) - output - attention
-    attention *= 3 + 0.5 + again
-    return (
-        (products * (3 + again) + attention) * places * tokens,
-        attention * places * tokens,
-        3 * output / layout.pp * tokens,
-    )
+    dense = replace(shape, num_layers=1, experts=None)
+    attention = formulas.attention_flops_per_token(dense, causal_skip=True)
+    products = lambda one: formulas.forward_flops_per_token(one, causal_skip=True) - output - attention  # noqa: E731
+    total = products(dense) * layers.dense
+    if shape.experts is not None:
+        one = replace(shape, num_layers=1, experts=replace(shape.experts, num_layers=1, pattern=()))
+        total += (products(one) + _padding_flops(shape, layout)) * layers.experts
+    attention *= (3 + 0.5 + again) * sum(layers)
+    total *= 3 + again
+    if layout.recompute == "selective" and "mlp" in layout.recompute_modules:
+        total += formulas.first_product_flops_per_token(shape) * sum(layers) / shape.num_layers
+    return (total + attention) * tokens, attention * tokens, 3 * output / layout.pp * tokens
+
+
+def _padding_flops(shape: GPTShape, layout: Layout) -> float:
+    """Returns the forward FLOPs a token of rows that only fill experts up to their capacity."""
+    experts = shape.experts
+    assert experts is not None
+    if not experts.pad_to_capacity:
+        return 0.0
+    rows = expert_rows(shape, layout)
+    weights = shape.hidden_size * experts.ffn_hidden_size * (3 if shape.gated else 2)
+    return 2.0 * experts.top_k * weights * (rows.places / rows.even - 1)
 
 
 def _device_bytes(shape: GPTShape, layout: Layout) -> tuple[float, float]:
@@ -366,13 +416,24 @@ def _device_bytes(shape: GPTShape, layout: Layout) -> tuple[float, float]:
     """
     e, m = layout.parameter_bytes, layout.num_microbatches
     tokens = shape.seq_len / layout.cp * layout.micro_batch_size
-    places = layout.num_chunks * layout.places_of_chunk(shape.num_layers)
-    elementwise = 10 * e * tokens * shape.hidden_size / layout.sequence_ranks
-    elementwise += (3 if shape.gated else 2) * e * tokens * shape.ffn_hidden_size / layout.tp
+    layers, of_device = layers_held(shape, layout), elements(shape, layout)
+    elementwise = sum(layers) * 10 * e * tokens * shape.hidden_size / layout.sequence_ranks
+    activation = (3 if shape.gated else 2) * e
+    for number, experts in ((layers.dense, False), (layers.experts, True)):
+        if number:
+            elementwise += number * activation * tokens * dense_width(shape, experts) / layout.tp
+    if layers.experts:
+        rows, inner = expert_rows(shape, layout).even, expert_inner_width(shape, layout)
+        # Each time written and read: ordered, into the places of experts and out of them, back in the tokens' order;
+        # and the inner rows out of the places and into them again.
+        columns = 8 * shape.hidden_size + 3 * inner
+        elementwise += layers.experts * rows * (e * columns + activation * inner / (2 if shape.gated else 1))
     again = 1 if layout.recompute == "selective" else recomputed_share(shape, layout)
-    layer, rest = elements(shape, layout)
     weights = 5 * e + 2 * layout.gradient_bytes
     logits = 3 * 8 * tokens * shape.vocab_rows / (layout.tp * layout.pp)
-    part = layout.data_ranks if layout.distributed_optimizer else 1
-    update = (layer * places + rest) * (layout.gradient_bytes + 24 + e) / part
-    return m * places * ((3 + again) * elementwise + weights * layer), m * (weights * rest + logits) + update
+    whole, divided = of_device.held(layers)
+    sharded = layout.distributed_optimizer
+    update = whole / (layout.data_ranks if sharded else 1) + divided / (layout.expert_data_ranks if sharded else 1)
+    update *= layout.gradient_bytes + 24 + e
+    in_layers = whole + divided - of_device.rest
+    return m * ((3 + again) * elementwise + weights * in_layers), m * (weights * of_device.rest + logits) + update

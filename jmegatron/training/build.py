@@ -393,6 +393,11 @@ def _expert_shape(config: Config) -> ExpertShape | None:
         num_layers=sum(moe_layers(model)),
         shared_ffn_hidden_size=model.moe_shared_expert_intermediate_size or 0,
         router_bias=model.moe_router_enable_expert_bias,
+        pattern=moe_layers(model),
+        capacity_factor=model.moe_expert_capacity_factor,
+        pad_to_capacity=model.moe_pad_expert_input_to_capacity,
+        bound_factor=model.moe_receive_bound_factor,
+        router_fp32=model.moe_router_dtype == "fp32",
     )
 
 
@@ -413,6 +418,7 @@ def formula_layout(config: Config, data_parallel_size: int, gpus_per_node: int =
         dp=data_parallel_size,
         cp=parallel.context_parallel_size,
         ep=parallel.expert_model_parallel_size,
+        experts_over_tp=parallel.expert_tensor_parallel_size != 1 or parallel.tensor_model_parallel_size == 1,
         num_chunks=num_chunks_of(split),
         micro_batch_size=training.micro_batch_size,
         num_microbatches=_batch(config) // (training.micro_batch_size * ranks),

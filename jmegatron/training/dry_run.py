@@ -29,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,7 +65,7 @@ MAX_BOXES = 3000
 _SAY_EVERY = 10.0
 NUM_PROPOSALS = 3
 _MAX_COMPILED_CANDIDATES = 8
-_DATA_AXES = ("dp", "ep", "cp")
+_DATA_AXES = {"data": ("dp", "ep", "cp"), "expert data": ("dp", "cp")}
 
 
 def run(config: Config, say: Callable[[str], None] = lambda text: print(text, flush=True)) -> int:
@@ -191,7 +191,13 @@ def formula_figures(config: Config) -> dict[str, Any]:
     parts = formulas.parameters(shape)
     roofline = times.step_time(shape, layout, card)
     whole, causal = (formulas.model_flops_per_step(shape, tokens, skip) for skip in (False, True))
-    executed = formulas.executed_flops_per_step(shape, tokens, causal_skip=True, recompute=layout.recompute or "none")
+    executed = formulas.executed_flops_per_step(
+        shape,
+        tokens,
+        causal_skip=True,
+        recompute=layout.recompute or "none",
+        recompute_mlp="mlp" in layout.recompute_modules,
+    )
     budget = (training.train_iters or 0) * tokens
     limit = card.memory_bytes * USABLE_SHARE
     step_s = roofline.total
@@ -224,6 +230,7 @@ def formula_figures(config: Config) -> dict[str, Any]:
             "vocab_size": config.model.vocab_size,
             "padded_vocab_size": shape.vocab_rows,
             "seq_length": shape.seq_len,
+            **_expert_numbers(shape),
         },
         "layout": {
             **{name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "dp")},
@@ -238,14 +245,14 @@ def formula_figures(config: Config) -> dict[str, Any]:
             "overlap_param_gather": layout.overlap_param_gather,
             "recompute": layout.recompute,
         },
-        "notes": [attention_line(config, "gpu")],
+        "notes": [attention_line(config, "gpu"), *_expert_notes(shape, layout)],
         "memory": _formula_memory(shape, layout),
         "collectives": _formula_collectives(shape, layout, card),
         "overlap": [],
         "exposed": None,
         "pipeline": _pipeline(config, shape, layout),
         "flops": {
-            "six_n_d": formulas.flops_6nd(float(parts.total), tokens),
+            "six_n_d": formulas.flops_6nd(float(formulas.parameters_of_token(shape)), tokens),
             "model": whole,
             "model_causal": causal,
             "with_recompute": executed,
@@ -254,7 +261,8 @@ def formula_figures(config: Config) -> dict[str, Any]:
         "time": {
             "assumed_tflops": hardware.assumed_tflops,
             "parts": {
-                name: getattr(roofline, name) for name in ("matmul", "memory_bound", "tp", "cp", "pp", "data", "bubble")
+                name: getattr(roofline, name)
+                for name in ("matmul", "memory_bound", "tp", "ep", "cp", "pp", "data", "bubble")
             },
             "roofline_s": roofline.total,
             "step_s": step_s,
@@ -272,16 +280,40 @@ def formula_figures(config: Config) -> dict[str, Any]:
     }
 
 
+def _expert_numbers(shape: formulas.GPTShape) -> dict[str, int]:
+    experts = shape.experts
+    if experts is None:
+        return {}
+    return {
+        "num_experts": experts.num_experts,
+        "experts_of_token": experts.top_k,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
+        "num_moe_layers": experts.num_layers,
+        "parameters_of_token": formulas.parameters_of_token(shape),
+    }
+
+
+def _expert_notes(shape: formulas.GPTShape, layout: costs.Layout) -> list[str]:
+    """Returns what the figures of experts assume."""
+    if shape.experts is None:
+        return []
+    rows = costs.expert_rows(shape, layout)
+    return [
+        f"experts: memory is that of the most rows that a GPU may receive, {rows.received} a layer and micro-batch"
+        f" where an even load is {rows.sent}; traffic and time are those of even loads"
+    ]
+
+
 def _formula_memory(shape: formulas.GPTShape, layout: costs.Layout) -> dict[str, Any]:
     whole = memory.memory_of_step(shape, layout)
     state = dataclasses.asdict(whole.state)
-    a_parameter = memory.state_bytes_per_parameter(layout)
     a_chunk = memory.chunk_activation_bytes(shape, layout)
     stages = []
     for stage in range(layout.pp):
         own = costs.parameters_of_rank(shape, layout, stage)
         in_flight = costs.chunks_in_flight(layout, stage)
-        bytes_of = {"state": own.total * a_parameter.total, "activations": in_flight * a_chunk}
+        bytes_of = {"state": _rule_bytes(own.parts, layout), "activations": in_flight * a_chunk}
         stages.append(
             {
                 "stage": stage,
@@ -291,6 +323,10 @@ def _formula_memory(shape: formulas.GPTShape, layout: costs.Layout) -> dict[str,
                 "total": sum(bytes_of.values()),
             }
         )
+    # By the rule of thumb, which leaves the overlaps' buffers out.
+    plain = dataclasses.replace(layout, overlap_grad_reduce=False, overlap_param_gather=False)
+    held = costs.parameters_of_rank(shape, layout)
+    rule = _rule_bytes(held.parts, plain)
     theory = {
         "parameters": state["parameters"],
         "optimizer_state": state["master"] + state["moments"],
@@ -305,10 +341,10 @@ def _formula_memory(shape: formulas.GPTShape, layout: costs.Layout) -> dict[str,
         "state": whole.state.total,
         "theory_state": whole.state.total,
         "state_rule": {
-            "bytes_per_parameter": _rule(layout),
-            "bytes": _rule(layout) * costs.parameters_of_rank(shape, layout).held,
+            "bytes_per_parameter": rule / held.parts.total,
+            "bytes": rule / held.parts.total * held.held,
         },
-        "textbook_activations_per_layer": memory.textbook_activation_bytes(shape, layout),
+        "textbook_activations_per_layer": None if shape.experts else memory.textbook_activation_bytes(shape, layout),
         "activations_per_layer": memory.activation_bytes(shape, layout),
         "chunks_kept": costs.chunks_kept(layout),
         "peak": whole.total,
@@ -318,16 +354,19 @@ def _formula_memory(shape: formulas.GPTShape, layout: costs.Layout) -> dict[str,
     }
 
 
-def _rule(layout: costs.Layout) -> float:
-    """Bytes a parameter by the rule of thumb, 18 or 6 + 12/d, which leaves the overlaps' buffers out."""
-    plain = dataclasses.replace(layout, overlap_grad_reduce=False, overlap_param_gather=False)
-    return memory.state_bytes_per_parameter(plain).total
+def _rule_bytes(parts: formulas.Parameters, layout: costs.Layout) -> float:
+    """Returns the state of parameters at 18 or 6 + 12/d bytes each; experts have data ranks of their own."""
+    rest, of_expert = (
+        memory.state_bytes_per_parameter(layout, 1 / ranks).total
+        for ranks in (layout.data_ranks, layout.expert_data_ranks)
+    )
+    return rest * (parts.total - parts.experts) + of_expert * parts.experts
 
 
 def _formula_collectives(shape: formulas.GPTShape, layout: costs.Layout, card: cards.Card) -> list[dict[str, Any]]:
     rows: dict[tuple[tuple[str, ...], str], dict[str, Any]] = {}
     for one in times.communication(shape, layout, card):
-        axes = (one.axis,) if one.axis != "data" else tuple(a for a in _DATA_AXES if getattr(layout, a) > 1)
+        axes = tuple(axis for axis in _DATA_AXES.get(one.axis, (one.axis,)) if getattr(layout, axis) > 1)
         kind = "collective-permute" if one.kind == "permute" else one.kind
         row = rows.setdefault((axes, kind), _collective_row(axes, kind, one.within_node))
         row["theory_bytes"] = (row["theory_bytes"] or 0.0) + one.bytes
@@ -425,12 +464,14 @@ def compiled_figures(config: Config, progress: Callable[[str], None] = lambda ph
     records = hlo.collectives(module, mesh_shape, known)
     pairs = hlo.async_pairs(module, mesh_shape, known)
     flops = hlo.matmul_flops(module, known)
+    above_even = _above_even_loads(module, flops, known) if config.model.num_experts is not None else 0
     found = {
         "memory": _compiled_memory(compiled, program, carried_bytes(traced.jaxpr)),
         "collectives": _compiled_collectives(records, hardware.gpus_per_node, cards.card(hardware.target_gpu)),
         "overlap": _overlap(records, pairs, hardware.gpus_per_node, cards.card(hardware.target_gpu)),
         "flops": {
-            "dot": flops.dot,
+            "dot": flops.dot - above_even,
+            "dot_above_even_loads": above_even,
             "attention": flops.attention,
             "attention_visible": flops.attention_visible,
             "uncounted": list(flops.uncounted),
@@ -442,6 +483,16 @@ def compiled_figures(config: Config, progress: Callable[[str], None] = lambda ph
     }
     begin("done")
     return {**found, "seconds": seconds}
+
+
+def _above_even_loads(module: hlo.Module, flops: hlo.MatmulFlops, known: Mapping[str, int]) -> int:
+    """Returns by how much the largest sizes of experts' products, which are counted, exceed those of even loads."""
+    found = 0
+    for instruction, site in hlo.walk(module, known):
+        sizes = flops.branches.get(instruction.name, ()) if instruction.opcode == "conditional" else ()
+        if len(sizes) > 1 and min(sizes) > 0:  # a branch without products is one of an idle slot
+            found += (site.executions or 0) * (max(sizes) - min(sizes))
+    return found
 
 
 def _trip_counts(module: hlo.Module, program: Program) -> dict[str, int]:
@@ -579,6 +630,12 @@ def add_compiled(result: dict[str, Any], found: dict[str, Any]) -> None:
         "xla_options": found["xla_options"],
         "num_instructions": found["num_instructions"],
     }
+    if above_even := flops.get("dot_above_even_loads"):
+        most = executed + above_even * gpus
+        result["notes"].append(
+            "experts: executed FLOPs are those of even loads; if one expert of each GPU got all rows that it may get,"
+            f" they would be {most:.3e}"
+        )
     if found["bound"]:
         result["notes"].append(
             "1f1b-low-memory: loops over layers run in every second half tick of a stage; FLOPs and traffic are counted"

@@ -97,8 +97,12 @@ def request_of(config: Config, num_gpus: int, card: cards.Card, **more: Any) -> 
 def _base(config: Config) -> Layout:
     """Returns what no layout changes."""
     parallel, group = config.parallel, "microbatch_group_size_per_virtual_pipeline_stage"
-    types = parallel.cp_comm_type
+    types, expert_ranks = parallel.cp_comm_type, parallel.expert_tensor_parallel_size
+    # With auto_parallel a size is there only where it was given; a derived one of 1 is that of one tp rank.
+    derived = not parallel.auto_parallel and parallel.tensor_model_parallel_size == 1
     return Layout(
+        ep=parallel.expert_model_parallel_size,
+        experts_over_tp=expert_ranks != 1 or derived,
         parameter_bytes=compute_dtype(config).dtype.itemsize,
         optimizer=config.optimizer.optimizer,
         dropout=config.model.hidden_dropout > 0,
@@ -142,10 +146,27 @@ def with_layout(config: Config, candidate: Candidate) -> Config:
         for section in ("parallel", "training")
     }
     model = dataclasses.replace(config.model, padded_vocab_size=candidate.vocab_rows)
-    parallel = dataclasses.replace(changed["parallel"], auto_parallel=False)
+    parallel = dataclasses.replace(
+        changed["parallel"], auto_parallel=False, expert_tensor_parallel_size=_expert_ranks(config, candidate)
+    )
     result = dataclasses.replace(config, model=model, parallel=parallel, training=changed["training"])
     validate(result)
     return result
+
+
+def _expert_ranks(config: Config, candidate: Candidate) -> int | None:
+    """Returns the devices that share each expert's matrices; None for a dense model."""
+    if config.model.num_experts is None:
+        return None
+    return candidate.layout.tp if candidate.layout.experts_over_tp else 1
+
+
+def expert_note(config: Config) -> list[str]:
+    """Returns what is to be said of a plan for a model with experts."""
+    if config.model.num_experts is None:
+        return []
+    size = config.parallel.expert_model_parallel_size
+    return [f"expert-model-parallel-size {size} is as given: other numbers of expert-parallel devices are not tried"]
 
 
 def option_words(candidate: Candidate, config: Config | None) -> list[str]:
@@ -168,6 +189,9 @@ def option_words(candidate: Candidate, config: Config | None) -> list[str]:
             words += [option.flag, *value] if value else []
         else:
             words += [option.flag, str(value)]
+    given = None if config is None else config.parallel.expert_tensor_parallel_size
+    if config is not None and given is not None and given != (ranks := _expert_ranks(config, candidate)):
+        words += ["--expert-tensor-parallel-size", str(ranks)]
     if config is not None and candidate.vocab_rows != config.model.padded_vocab_size:
         words += ["--padded-vocab-size", str(candidate.vocab_rows)]
     return words
@@ -197,6 +221,7 @@ def auto_parallel(config: Config, num_gpus: int, device_kind: str = "") -> tuple
         *note,
         f"auto-parallel: {describe(best.layout)}; first of {len(found.ranked)} layouts that fit {num_gpus} x "
         f"{card.name}, {best.memory.total / 1e9:.1f} GB and {best.time.total:.4g} s a step by the formulas",
+        *(f"auto-parallel: {line}" for line in expert_note(config)),
     ]
 
 

@@ -6,9 +6,9 @@ import pytest
 from compiled_support import program_of
 from tolerances import EXPERT_BYTES_RATIO, EXPERT_FLOPS_RATIO
 
-from jmegatron.planner import formulas, hlo
+from jmegatron.planner import formulas, hlo, times
 from jmegatron.planner.topology import compile_for
-from jmegatron.training.build import formula_shape
+from jmegatron.training.build import formula_layout, formula_shape
 
 EXPERTS, TOP_K, HIDDEN, SEQ, LAYERS, MICROBATCHES = 8, 2, 256, 1024, 3, 2
 WORDS = (
@@ -77,3 +77,22 @@ def test_the_exchange_sends_each_row_twice_forward_and_twice_backward(layout, re
     rows = SEQ // program.mesh.shape["tp"] * TOP_K
     theory = 4 * LAYERS * MICROBATCHES * rows * HIDDEN * 2
     assert 1 / EXPERT_BYTES_RATIO <= got / theory <= EXPERT_BYTES_RATIO
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("layout", ["ep 4", "ep 2 tp 2"])
+@pytest.mark.parametrize("recompute", ["", "--recompute-granularity selective"])
+def test_the_planner_plans_what_is_sent_on_each_axis(layout, recompute):
+    devices, words = LAYOUTS[layout]
+    ranks = 4 if layout == "ep 4" else 2
+    program, module = compiled(devices, f"{words} {recompute} --global-batch-size {MICROBATCHES * ranks}")
+    mesh = dict(program.mesh.shape)
+    sent = hlo.summary(hlo.collectives(module, mesh))
+    planned = dict[tuple[tuple[str, ...], str], float]()
+    for one in times.communication(formula_shape(program.config), formula_layout(program.config, mesh["dp"])):
+        axes = ("ep",) if one.axis == "data" else (one.axis,)
+        planned[axes, one.kind] = planned.get((axes, one.kind), 0.0) + one.bytes
+    assert (("ep",), "ragged-all-to-all") in planned
+    for key, size in planned.items():
+        # Beside gradients and rows a step sums norms, counts and losses.
+        assert sent[key].wire_bytes == pytest.approx(size, abs=1000), key

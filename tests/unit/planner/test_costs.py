@@ -10,6 +10,7 @@ from jmegatron.config import load_config
 from jmegatron.partition import axes_of, named_specs
 from jmegatron.pipeline.schedule import build_schedule, in_flight, rings, simulate
 from jmegatron.planner import costs, formulas, memory
+from jmegatron.planner.buffers import carried_bytes
 from jmegatron.planner.costs import Layout
 from jmegatron.training.build import formula_layout, formula_shape
 from jmegatron.training.program import build_program, resolve_for_run
@@ -49,7 +50,7 @@ LAYOUTS = {
     "shared expert, bias of experts": f"{LLAMA} {EXPERTS} {SHARED_EXPERT} {EP} 2 {TP} 2 {SHARDED}",
     "experts, stages": f"{LLAMA} {EXPERTS} {EP} 2 {PP} 2 {SHARDED} --overlap-grad-reduce --overlap-param-gather",
     "experts in every second layer": f"--bf16 {EXPERTS} {EP} 2 {PP} 2 {SHARDED} --moe-layer-freq [1,0]*2",
-    "experts in some layers of uneven stages": f"{LLAMA} {EXPERTS} {SHARED_EXPERT} {UNEVEN} --moe-layer-freq [0]*2+[1]*2",
+    "experts in some layers of uneven stages": f"{LLAMA} {EXPERTS} {SHARED_EXPERT} {UNEVEN} --moe-layer-freq [0,0,1,1]",
     "experts, context parallel, chunks": f"--bf16 {EXPERTS} {EP} 2 {CHUNKS} {SHARDED} --context-parallel-size 2",
 }
 
@@ -239,6 +240,63 @@ def test_units_and_blocks_of_full_recompute_keep_by_the_chunk():
     assert kept(recompute_num_layers=100) == unit
     assert kept(recompute_method="block", recompute_num_layers=6) == 6 * unit + 14 * plain
     assert kept(recompute_method="block", recompute_num_layers=100) == 20 * unit
+
+
+@pytest.mark.parametrize(
+    ("words", "left_out"),
+    [
+        (f"{EXPERTS} {EP} 2 --recompute-granularity selective", 0),
+        (f"{LLAMA} {EXPERTS} {SHARED_EXPERT} {EP} 2 {TP} 2 --recompute-granularity selective", 0),
+        (
+            f"{LLAMA} {EXPERTS} {EP} 2 {TP} 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+            "--recompute-granularity selective --recompute-modules core_attn mlp --moe-receive-bound-factor 1.5",
+            0,
+        ),
+        # What the router keeps beside it: counts, offsets, and with experts' biases nothing of its scores.
+        (f"{EXPERTS} {EP} 2 {TP} 2 --sequence-parallel", 0.01),
+        (f"{EXPERTS} {EP} 4 --moe-layer-freq [0,1]*2 --moe-expert-capacity-factor 1.5", 0.02),
+    ],
+    ids=["selective", "shared expert", "whole experts, bound, mlp", "no recompute", "in every second layer"],
+)
+def test_kept_activations_of_experts_are_what_the_traced_step_carries(words, left_out):
+    program, shape, layout = planned(f"{PP} 2 --bf16 --hidden-dropout 0 --attention-dropout 0 {words}")
+    step = program.train_step().trace(program.abstract_state(), program.abstract_batch(), program.dropout_key())
+    carried = carried_bytes(step.jaxpr)["residuals"]
+    kept = costs.chunks_kept(layout) * memory.chunk_activation_bytes(shape, layout)
+    assert kept <= carried <= kept / (1 - left_out)
+
+
+def test_full_recompute_keeps_the_input_of_each_unit_of_equal_layers():
+    pattern = (False, True, True, True, False, True, True, True)
+    experts = formulas.ExpertShape(8, 2, 1024, 6, pattern=pattern)
+    shape = dataclasses.replace(GPT_70B, num_layers=8, experts=experts)
+    layout = Layout(pp=2, recompute="full", recompute_num_layers=2)
+    # of 1 + 3 layers: one unit of 1, one of 2, one of 1
+    assert memory.chunk_activation_bytes(shape, layout) == 3 * 2 * 4096 * 8192
+    block = dataclasses.replace(layout, recompute_method="block")
+    plain = memory.activation_bytes(shape, Layout(), experts=True)
+    assert memory.chunk_activation_bytes(shape, block) == 2 * 2 * 4096 * 8192 + 2 * plain
+
+
+def test_buffers_of_experts_have_the_bounds_of_the_moe_readme():
+    experts = formulas.ExpertShape(8, 2, 14336, 32)
+    mixtral = formulas.GPTShape(
+        32, 4096, 14336, 32, 8, 128, 32000, 4096, gated=True, biases=False, norm="rmsnorm", tied=False, experts=experts
+    )
+    rows = lambda layout, **changes: costs.expert_rows(  # noqa: E731
+        dataclasses.replace(mixtral, experts=dataclasses.replace(experts, **changes)), layout
+    )
+    # ep T min(k, E / ep), F T k, and ep E / ep of the capacity ceil(T k / E x factor); T tokens of a tp rank
+    assert rows(Layout(ep=8)).received == 8 * 4096
+    assert rows(Layout(ep=4)).received == 4 * 4096 * 2
+    assert rows(Layout(ep=8), bound_factor=2.0).received == 2 * 4096 * 2
+    assert rows(Layout(ep=8), capacity_factor=1.5).received == 8 * 1536
+    assert rows(Layout(), bound_factor=2.0).received == rows(Layout()).sent == 4096 * 2
+    divided = rows(Layout(ep=8, tp=2))
+    assert (divided.tokens, divided.received, divided.joined) == (2048, 8 * 2048, 8 * 4096)
+    assert rows(Layout(ep=8, tp=2, experts_over_tp=False)).joined == 8 * 2048
+    # all tokens of all sources for one expert, one expert a rank
+    assert rows(Layout(ep=8)).places == 8 * 4096
 
 
 # ---- pipeline -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from jmegatron.planner import layouts, memory, times
 from jmegatron.planner.cards import CARDS
 from jmegatron.planner.costs import Layout
-from jmegatron.planner.formulas import GPTShape
+from jmegatron.planner.formulas import ExpertShape, GPTShape
 from jmegatron.planner.layouts import Request, describe, plan
 
 H100 = CARDS["h100"]
@@ -218,3 +218,44 @@ def test_the_low_memory_schedule_never_meets_a_ring_or_an_overlap():
 def test_numbers_that_mean_nothing_are_refused(changes):
     with pytest.raises(ValueError, match="expected at least 1 GPU"):
         small(**changes)
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+
+def with_experts(pattern=(True,) * 4, **base) -> Request:
+    experts = ExpertShape(8, 2, 2816, sum(pattern), pattern=pattern)
+    return small(
+        shape=dataclasses.replace(SMALL, experts=experts),
+        base=Layout(ep=2, **base),
+        fixed={"recompute": "selective", "distributed_optimizer": True, "micro_batch_size": 1},
+    )
+
+
+def test_layouts_with_experts_keep_ep_and_use_all_gpus():
+    found = plan(with_experts())
+    assert {(one.layout.ep, one.layout.num_devices, one.layout.global_batch_size) for one in found.ranked} == {
+        (2, 8, 8)
+    }
+    assert {one.layout.tp for one in found.ranked} == {1, 2, 4}
+    assert {one.layout.pp for one in found.ranked} == {1, 2, 4}
+    assert "ep 2 dp" in describe(found.ranked[0].layout)
+
+
+def test_what_experts_cannot_be_divided_into_is_left_out_with_a_reason():
+    narrow = with_experts()
+    narrow = dataclasses.replace(
+        narrow,
+        shape=dataclasses.replace(narrow.shape, experts=dataclasses.replace(narrow.shape.experts, ffn_hidden_size=102)),
+    )
+    assert {one.layout.tp for one in plan(narrow).ranked} == {1, 2}
+    assert any("moe_ffn_hidden_size 102 is no multiple of 4" in one.reason for one in plan(narrow).rejected)
+    whole = dataclasses.replace(narrow, base=dataclasses.replace(narrow.base, experts_over_tp=False))
+    assert {one.layout.tp for one in plan(whole).ranked} == {1, 2, 4}
+    assert not plan(dataclasses.replace(narrow, num_gpus=5)).ranked
+
+
+def test_chunks_of_which_some_have_experts_where_others_have_none_are_left_out():
+    found = plan(with_experts(pattern=(False, True, False, True)))
+    assert {one.layout.pp * one.layout.num_chunks for one in found.ranked} == {1, 2}
+    assert any(one.kind == "layers" and "some have experts only" in one.reason for one in found.rejected)

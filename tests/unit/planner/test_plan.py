@@ -197,9 +197,47 @@ def test_every_planned_layout_of_an_odd_model_is_a_config_that_passes_every_chec
         planning.with_layout(config, one)  # validates
 
 
+EXPERTS = shlex.split("--num-experts 8 --moe-ffn-hidden-size 96 --expert-model-parallel-size 2 --global-batch-size 8")
+
+
+@pytest.mark.parametrize(
+    ("words", "over_tp"), [([], True), (["--expert-tensor-parallel-size", "1"], False)], ids=["divided", "whole"]
+)
+def test_expert_parallelism_stays_as_it_is_given_and_the_options_of_a_plan_say_all_of_it(words, over_tp):
+    given = [*TINY, *EXPERTS, *words, *ONE_WAY, "--tensor-model-parallel-size", "2"]
+    loaded, said = load_config([*given, "--auto-parallel"]), []
+    config, _ = resolve_for_run(loaded, 8, "NVIDIA H200", said.append)
+    best = layouts.plan(planning.request_of(loaded, 8, cards.card("h200"))).best
+    assert best is not None
+    assert (best.layout.ep, best.layout.tp, best.layout.num_devices) == (2, 2, 8)
+    assert best.layout.experts_over_tp == over_tp
+    assert config.parallel.expert_tensor_parallel_size == (2 if over_tp else 1)
+    assert "expert-model-parallel-size 2 is as given" in said[1]
+    again, _ = resolve_for_run(load_config([*given, *planning.option_words(best, load_config(given))]), 8)
+    assert again.parallel == config.parallel
+
+
+def test_another_tp_takes_the_division_of_experts_with_it():
+    config, _ = resolve_for_run(load_config([*TINY, *EXPERTS, "--tensor-model-parallel-size", "2"]), 8)
+    free = dataclasses.replace(config, fixed_options=())
+    found = layouts.plan(planning.request_of(free, 8, cards.card("h100")))
+    one = next(one for one in found.ranked if one.layout.tp == 4)
+    assert planning.with_layout(config, one).parallel.expert_tensor_parallel_size == 4
+    words = planning.option_words(one, config)
+    assert words[words.index("--expert-tensor-parallel-size") + 1] == "4"
+
+
+def test_the_script_plans_experts_and_says_that_ep_is_not_searched(capsys):
+    assert run(*TINY, *EXPERTS, *ONE_WAY, "--num-gpus", "8") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("expert-model-parallel-size 2 is as given: other numbers")
+    config, _ = resolve_for_run(load_config(line_of(text)), 8)
+    assert config.parallel.expert_model_parallel_size == 2
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_configs_resolve_for_their_devices(path):
     devices = {"gpt_70b_512gpu.yaml": 512, "gpt3_175b.yaml": 1024, "llama3_70b.yaml": 64, "gpt_13b.yaml": 32}
-    devices["gpt_tiny.yaml"] = 1
+    devices |= {"gpt_tiny.yaml": 1, "moe_tiny.yaml": 1, "mixtral_8x7b.yaml": 64}
     config, _ = resolve_for_run(load_config(["--config", str(path)]), devices.get(path.name, 8))
     assert config.model.padded_vocab_size is not None

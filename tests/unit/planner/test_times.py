@@ -7,7 +7,7 @@ import pytest
 from jmegatron.planner import costs, formulas, times
 from jmegatron.planner.cards import CARDS
 from jmegatron.planner.costs import Layout
-from jmegatron.planner.formulas import GPTShape
+from jmegatron.planner.formulas import ExpertShape, GPTShape
 
 H100 = CARDS["h100"]
 GPT_70B = GPTShape(80, 8192, 4 * 8192, 64, 64, 128, vocab_rows=51200, seq_len=4096, num_positions=4096)
@@ -115,7 +115,9 @@ def test_one_device_sends_nothing():
 def test_an_axis_stays_in_its_node_while_stride_times_size_does():
     groups = times.groups(Layout(tp=2, cp=4, dp=4, pp=2))
     inside = {axis: group.within_node for axis, group in groups.items()}
-    assert inside == {"tp": True, "cp": True, "ep": True, "dp": False, "pp": False, "data": False}
+    assert inside == {
+        "tp": True, "cp": True, "ep": True, "dp": False, "pp": False, "data": False, "expert data": False
+    }  # fmt: skip
     assert times.groups(Layout(tp=4, cp=4))["cp"].within_node is False
     assert times.groups(Layout(tp=4, cp=4, gpus_per_node=16))["cp"].within_node
     # Three does not divide eight: some groups lie across two nodes.
@@ -203,3 +205,55 @@ def test_parts_add_up_and_a_faster_card_is_faster():
     assert h100.total == pytest.approx(sum(getattr(h100, part) for part in parts))
     assert b200.total < h100.total
     assert 0.3 < h100.mfu < times.MATMUL_SHARE
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+EXPERTS = ExpertShape(8, 2, 1024, 4)
+MIXTURE = GPTShape(4, 1024, 4096, 8, 8, 128, vocab_rows=8192, seq_len=2048, biases=False, experts=EXPERTS)
+
+
+@pytest.mark.parametrize(("recompute", "times_sent"), [(None, 4), ("selective", 4), ("full", 6)])
+def test_rows_of_experts_go_and_come_forward_and_backward_and_again_with_full_recompute(recompute, times_sent):
+    found = sent(MIXTURE, Layout(ep=4, num_microbatches=3, recompute=recompute))
+    rows = 2048 * 2 * 1024 * 2
+    assert found["ep", "ragged-all-to-all", "rows of experts"][1] == times_sent * 4 * 3 * rows * 3 / 4
+
+
+def test_gradients_of_experts_are_reduced_over_dp_and_cp_and_all_others_over_ep_as_well():
+    layout = Layout(dp=2, ep=4, distributed_optimizer=True)
+    found = sent(MIXTURE, layout)
+    experts = 4 * 2 * 2 * 1024 * 1024
+    rest = costs.parameters_of_rank(MIXTURE, layout).held - experts
+    assert found["expert data", "reduce-scatter", "gradients of experts"][1] == 4 * experts / 2
+    assert found["data", "reduce-scatter", "gradients"][1] == 4 * rest * 7 / 8
+    assert not any(axis == "expert data" for axis, _, _ in sent(MIXTURE, Layout(ep=4)))
+
+
+def test_tp_carries_buffers_of_rows_only_where_it_divides_experts():
+    layout = Layout(tp=2, ep=2, sequence_parallel=True, recompute="selective")
+    joined = 2 * (2 * 1024 * 2) * 1024 * 2  # of two tp ranks: all tokens of both ep ranks, two experts each
+    found = sent(MIXTURE, layout)
+    assert found["tp", "all-gather", "rows of experts"][1] == 3 * 4 * joined / 2
+    assert found["tp", "reduce-scatter", "rows of experts"][1] == 2 * 4 * joined / 2
+    whole = sent(MIXTURE, dataclasses.replace(layout, experts_over_tp=False))
+    assert not any(what == "rows of experts" for axis, _, what in whole if axis == "tp")
+
+
+def test_time_of_experts_is_that_of_the_rows_of_an_even_load_and_all_of_the_exchange_is_exposed():
+    layout = Layout(ep=4, num_microbatches=3)
+    found = times.step_time(MIXTURE, layout, H100)
+    assert found.ep > 0
+    assert found.exposed >= found.ep
+    # As many products for a token, but for the router.
+    dense = dataclasses.replace(MIXTURE, experts=None, ffn_hidden_size=2 * 1024)
+    router = 3 * 4 * 2 * 1024 * 8 * 2048 * 3 / (times.MATMUL_SHARE * H100.peak_bf16_flops)
+    assert found.matmul == pytest.approx(times.step_time(dense, layout, H100).matmul + router, rel=1e-9)
+    # The first of two products of the two experts again: 1/2 of a forward of them.
+    mlp = dataclasses.replace(layout, recompute="selective", recompute_modules=("core_attn", "mlp"))
+    again = 3 * 4 * 2 * 1024 * 2 * 1024 * 2048 / (times.MATMUL_SHARE * H100.peak_bf16_flops)
+    assert times.step_time(MIXTURE, mlp, H100).matmul == pytest.approx(found.matmul + again, rel=1e-9)
+    padded = dataclasses.replace(
+        MIXTURE, experts=dataclasses.replace(EXPERTS, capacity_factor=1.5, pad_to_capacity=True)
+    )
+    assert times.step_time(padded, layout, H100).matmul > found.matmul

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import stat
+from pathlib import Path
 
 import pytest
 from dry_run_support import COMPILED, SMALL, report_of
@@ -14,6 +15,7 @@ from jmegatron.config import load_config, parse_or_exit
 from jmegatron.errors import TrainingError, UsageError
 from jmegatron.training import dry_run
 
+ROOT = Path(__file__).parents[3]
 # A public guide's launch line (70 billion parameters on 512 GPUs), with Megatron-LM's own flags alone.
 GUIDE_LINE = (
     "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --seq-length 4096 --max-position-embeddings 4096 "
@@ -211,3 +213,35 @@ def test_a_compiler_that_dies_is_one_message_with_its_last_words(script, words, 
     config, _ = dry_run.resolve_for_dry_run(load_config(SMALL))
     with pytest.raises(TrainingError, match=words):
         dry_run.compile_elsewhere(config, lambda line: None)
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+def test_experts_have_their_rows_and_no_figure_that_knows_none(no_compiler):
+    words = [
+        "--config",
+        str(ROOT / "configs" / "moe_tiny.yaml"),
+        "--dry-run",
+        "--num-gpus",
+        "8",
+        "--expert-model-parallel-size",
+        "4",
+    ]
+    words += ["--global-batch-size", "32", "--use-distributed-optimizer"]
+    found = report_of(words, compiled=False)
+    model = found["model"]
+    idle = 4 * 6 * (2 * 128 * 256 + 128 + 256)
+    assert model["parameters"] - model["parameters_of_token"] == idle
+    assert found["flops"]["six_n_d"] == 6 * model["parameters_of_token"] * 32 * 128
+    memory = found["memory"]
+    assert memory["textbook_activations_per_layer"] is None
+    assert memory["state_rule"]["bytes"] == pytest.approx(memory["state"], rel=1e-3)
+    assert memory["stages"][0]["state"] == pytest.approx(memory["state"], rel=1e-3)
+    rows = {(tuple(row["axes"]), row["kind"]) for row in found["collectives"]}
+    assert (("ep",), "ragged-all-to-all") in rows
+    assert {axes for axes, kind in rows if kind == "reduce-scatter"} == {("dp", "ep"), ("dp",)}
+    assert found["time"]["parts"]["ep"] > 0
+    _, text = said(words)
+    assert "the textbook knows none" in text
+    assert "parameters that a token needs" in text
+    assert "experts: memory is that of the most rows that a GPU may receive, 4096 a layer" in text
+    assert "exposed on ep" in text
