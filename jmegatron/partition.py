@@ -154,7 +154,8 @@ def canonical(spec: ParameterSpec, sizes: Mapping[str, int]) -> ParameterSpec:
 def _order(spec: ParameterSpec) -> np.ndarray:
     """Returns the place of each layer of a stacked parameter."""
     places = np.asarray(spec.stacked).reshape(-1)
-    return np.argsort(np.where(places < 0, len(places), places), kind="stable")[: int((places >= 0).sum())]
+    # Numbers of layers, not of rows: where only some layers have the parameter they go beyond the rows.
+    return np.argsort(np.where(places < 0, places.max() + 1, places), kind="stable")[: int((places >= 0).sum())]
 
 
 def _in_order(spec: ParameterSpec) -> bool:
@@ -211,7 +212,9 @@ def from_canonical(spec: ParameterSpec, value: Array, sharding: NamedSharding | 
         value = _constrained(jnp.pad(value, widths), sharding)
     if spec.stacked and not _in_order(spec):
         places = np.asarray(spec.stacked).reshape(-1)
-        value = jnp.take(value, np.maximum(places, 0), axis=0)
+        rows = np.zeros_like(places)
+        rows[_order(spec)] = np.arange(len(value))
+        value = jnp.take(value, rows, axis=0)
         if (places < 0).any():
             absent = (places < 0).reshape(-1, *[1] * (value.ndim - 1))
             value = jnp.where(absent, jnp.zeros((), value.dtype), value)

@@ -8,11 +8,21 @@ Reference: `megatron/training/arguments.py`.
 
 import argparse
 import difflib
+import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from jmegatron.config.megatron_flags import ALIASES, IGNORED, MANY, UNSUPPORTED, UNSUPPORTED_FAMILIES, Alias, OtherFlag
+from jmegatron.config.megatron_flags import (
+    ALIASES,
+    IGNORED,
+    MANY,
+    SINGLE_VALUES,
+    UNSUPPORTED,
+    UNSUPPORTED_FAMILIES,
+    Alias,
+    OtherFlag,
+)
 from jmegatron.config.options import Option, options, problem
 from jmegatron.config.sections import SECTIONS
 from jmegatron.errors import ConfigError
@@ -66,17 +76,37 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     return CommandLine(values, fallbacks, config_file, space.print_config, space.print_distributed, ignored)
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
     """Returns the known name that resembles `word` most, `None` when none comes close."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return matches[0] if matches else None
 
 
 def why_unsupported(flag: str) -> str | None:
     """Returns why a known Megatron flag is refused, `None` for a flag that is not known."""
     rows = {row.flag: row.reason for row in UNSUPPORTED}
+    if flag in rows:
+        return rows[flag]
     families = [reason for beginning, reason in UNSUPPORTED_FAMILIES if flag.startswith(beginning)]
-    return rows.get(flag) or (families[0] if families else None)
+    # Some families have options beside them: a letter too many in one of these is a slip, not another flag.
+    if not families or nearest(flag, [*_known_flags(), *(row.flag for row in IGNORED)], _SLIP):
+        return None
+    return families[0]
+
+
+_SLIP = 0.95
+"""Likeness from which on an unknown flag is a misspelled one: a letter or two in twenty."""
+
+
+def several_values(option: Option, where: str, values: Sequence[Any]) -> ConfigError:
+    """Returns the error for an option of `SINGLE_VALUES` with more than one value."""
+    return problem(
+        f"{option.name} has several values: {SINGLE_VALUES[option.name]}.",
+        where=where,
+        got=" ".join(map(str, values)),
+        expected=f"{option.expected}, alone",
+        fix="keep one balancing type and its --moe-aux-loss-coeff",
+    )
 
 
 # --- screening ---------------------------------------------------------------------------------------------------
@@ -98,10 +128,13 @@ def _screen(argv: Sequence[str]) -> tuple[list[str], list[Alias], tuple[tuple[st
             _refuse_value(flag, token, has_value)
             aliases.append(alias_of[flag])
         elif flag in ignored_of:
-            _drop_values(ignored_of[flag], rest, bool(has_value))
+            _drop_values(ignored_of[flag], token, rest)
             ignored[flag] = ignored_of[flag].reason
         elif flag in known:
-            kept.append(_with_value(known[flag], flag, token, rest))
+            option = known[flag]
+            kept.append(_with_value(option, flag, token, rest))
+            if option is not None and option.name in SINGLE_VALUES:
+                _refuse_several(option, token, rest)
         elif token.startswith("-") and token != "-h" and not _is_number(token):
             raise _unknown_flag(flag, rest)
         else:
@@ -153,12 +186,28 @@ def _switch_with_value(flag: str, value: str) -> ConfigError:
     return problem(f"{flag} takes no value.", where=flag, got=repr(value), expected="nothing after it", fix=fix)
 
 
-def _drop_values(row: OtherFlag, rest: list[str], has_value: bool) -> None:
-    """Removes the values of a flag without effect."""
-    wanted = len(rest) if row.values == MANY else row.values - has_value
-    while wanted > 0 and rest and not rest[0].startswith("--"):
-        rest.pop(0)
-        wanted -= 1
+def _refuse_several(option: Option, token: str, rest: Sequence[str]) -> None:
+    """Stops where more than one value follows an option that takes several in the reference."""
+    values = [token.partition("=")[2]] if "=" in token else []
+    values += itertools.takewhile(lambda word: not word.startswith("--"), rest)
+    if len(values) > 1:
+        raise several_values(option, option.flag, values)
+
+
+def _drop_values(row: OtherFlag, token: str, rest: list[str]) -> None:
+    """Removes the values of a flag without effect, and stops at one that is not known to have none."""
+    values = [token.partition("=")[2]] if "=" in token else []
+    while (row.values == MANY or len(values) < row.values) and rest and not rest[0].startswith("--"):
+        values.append(rest.pop(0))
+    for value in values:
+        if row.choices and value not in row.choices:
+            raise problem(
+                f"{row.flag} has a value that is not known.",
+                where=row.flag,
+                got=repr(value),
+                expected=f"one of {', '.join(row.choices)}, none of which has an effect: {row.reason}",
+                fix=f"remove {row.flag}, or correct its value",
+            )
 
 
 def _is_number(text: str) -> bool:

@@ -18,8 +18,8 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from jmegatron.config.command_line import CommandLine, nearest, parse_command_line, why_unsupported
-from jmegatron.config.megatron_flags import ALIASES, IGNORED, VALUE_ALIASES
+from jmegatron.config.command_line import CommandLine, nearest, parse_command_line, several_values, why_unsupported
+from jmegatron.config.megatron_flags import ALIASES, IGNORED, SINGLE_VALUES, VALUE_ALIASES
 from jmegatron.config.options import REQUIRED, Option, flag_of, options, problem
 from jmegatron.config.resolution import resolve
 from jmegatron.config.sections import PLANNED, SECTIONS, Config
@@ -277,6 +277,12 @@ def _set(node: Any, option: Option, value: Any, where: str) -> None:
             expected="text that can name a file",
             fix="write it without the zero byte",
         )
+    if option.name in SINGLE_VALUES and len(elements) > 1:
+        raise several_values(option, where, elements)
+    if option.name == "moe_layer_freq" and isinstance(value, list) and all(type(one) is int for one in elements):
+        # YAML reads the list that is a text here.
+        value = f"[{','.join(map(str, elements))}]"
+        elements = [value]
     # OmegaConf would turn the number 2 into true, and a bool into the string "True".
     is_bool = any(isinstance(element, bool) for element in elements)
     if is_bool != (option.kind is bool) and (is_bool or not isinstance(value, str)):

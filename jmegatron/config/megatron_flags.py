@@ -34,11 +34,13 @@ class OtherFlag(NamedTuple):
         flag: Its spelling.
         values: How many values may follow it; `MANY` for any number.
         reason: Why it has no effect, or why it is refused.
+        choices: The values that have no effect, where others would mean something; empty when none does.
     """
 
     flag: str
     values: int
     reason: str
+    choices: tuple[str, ...] = ()
 
 
 MANY = -1
@@ -99,7 +101,12 @@ IGNORED = (
     OtherFlag("--no-overlap-p2p-communication", 0, _XLA_COMM),
     OtherFlag("--no-align-param-gather", 0, _XLA_COMM),
     OtherFlag("--use-nccl-ub", 0, _XLA_COMM),
-    OtherFlag("--moe-token-dispatcher-type", 1, "tokens always go to their experts by an all-to-all"),
+    OtherFlag(
+        "--moe-token-dispatcher-type",
+        1,
+        "tokens always go to their experts by an all-to-all",
+        ("allgather", "alltoall", "flex"),
+    ),
     OtherFlag("--moe-grouped-gemm", 0, "a device's experts are always one batched product"),
     OtherFlag("--moe-permute-fusion", 0, _XLA_FUSES),
     OtherFlag("--moe-router-fusion", 0, _XLA_FUSES),
@@ -244,6 +251,7 @@ UNSUPPORTED = (
 """Flags that are known and refused. Deleting a row is what it takes to free the name for a field."""
 
 UNSUPPORTED_FAMILIES = (
+    ("--moe-", _EXPERTS),
     ("--fp8-", _FP8),
     ("--fp4-", _FP8),
     ("--fsdp-", _SHARDED),
@@ -262,4 +270,10 @@ UNSUPPORTED_FAMILIES = (
     ("--vision-", "vision models are not a part of jmegatron"),
     ("--bert-", "only GPT models are implemented so far"),
 )
-"""(beginning, reason): flags refused by how they begin, unless a row above or an option names them."""
+"""(beginning, reason): flags refused by how they begin, unless a row above or an option names them, or nearly so."""
+
+SINGLE_VALUES = {
+    "moe_router_load_balancing_type": "several balancing types at once are not supported",
+    "moe_aux_loss_coeff": "several balancing types at once, each with its coefficient, are not supported",
+}
+"""Options that take several values in the reference, by name -> why they take one here."""

@@ -102,13 +102,13 @@ class ModelConfig:
     moe_router_topk: int = 2
     """Experts of each token."""
     moe_router_pre_softmax: bool = False
-    """Softmax over all experts before the choice, so that a token's weights do not sum to 1; needed with moe_router_topk 1."""  # noqa: E501
+    """Softmax over all experts before the choice, so that a token's weights do not sum to 1; needed with moe_router_topk 1. Of softmax only."""  # noqa: E501
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     """What makes scores of the router's logits; the sigmoids of a token's experts are divided by their sum."""
     moe_router_enable_expert_bias: bool = False
     """Choose experts by score plus a bias that follows their loads from step to step. Needs sigmoid."""
     moe_router_bias_update_rate: float = 1e-3
-    """What a step adds to the bias of an expert with fewer tokens than the mean, and takes from that of one with more."""  # noqa: E501
+    """What a step adds to the bias of an expert with fewer tokens than the mean, and takes from that of one with more. Needs moe_router_enable_expert_bias."""  # noqa: E501
     moe_router_num_groups: int | None = None
     """Divide the experts into so many groups, of which each token uses moe_router_group_topk."""
     moe_router_group_topk: int | None = None
@@ -130,7 +130,7 @@ class ModelConfig:
     moe_pad_expert_input_to_capacity: bool = False
     """Multiply as many rows as the capacity has room for, however many there are. Needs moe_expert_capacity_factor."""
     moe_receive_bound_factor: float | None = None
-    """Own option: memory for the rows that a device receives, over those of an even load, at least 1; rows beyond it are dropped and counted. Not set: memory for all that can come, and none are dropped."""  # noqa: E501
+    """Own option: memory for the rows that a device receives, over those of an even load, at least 1; rows beyond it are dropped and counted. Not set: memory for all that can come, and none are dropped. Acts with expert_model_parallel_size above 1 only: else a device receives what it has."""  # noqa: E501
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -193,6 +193,7 @@ def validate(config: Config) -> None:
         _check_experts,
         _check_expert_tensor_parallel,
         _check_router,
+        _check_router_used,
         _check_router_groups,
         _check_capacity,
         _check_vocab,
@@ -622,6 +623,38 @@ def _check_router(config: Config) -> None:
             got="moe_router_enable_expert_bias with moe_router_score_function softmax",
             expected="moe_router_score_function sigmoid",
             fix="add --moe-router-score-function sigmoid, or leave --moe-router-enable-expert-bias out",
+        )
+
+
+def _check_router_used(config: Config) -> None:
+    """Checks that no option of the router is given whose effect another one takes away."""
+    model = config.model
+    if model.num_experts is None:
+        return
+    rate = model.moe_router_bias_update_rate
+    if not model.moe_router_enable_expert_bias and rate != options()["moe_router_bias_update_rate"].default:
+        raise problem(
+            "There is no bias of experts to update.",
+            where=("moe_router_bias_update_rate", "moe_router_enable_expert_bias"),
+            got=f"moe_router_bias_update_rate {rate} without moe_router_enable_expert_bias",
+            expected="moe_router_enable_expert_bias beside a rate of its own",
+            fix="add --moe-router-enable-expert-bias, or leave --moe-router-bias-update-rate out",
+        )
+    if model.moe_router_pre_softmax and model.moe_router_score_function != "softmax":
+        raise problem(
+            "There is no softmax that could come before the choice of experts.",
+            where=("moe_router_pre_softmax", "moe_router_score_function"),
+            got=f"moe_router_pre_softmax with moe_router_score_function {model.moe_router_score_function}",
+            expected="moe_router_score_function softmax",
+            fix="leave --moe-router-pre-softmax out, or use --moe-router-score-function softmax",
+        )
+    if model.moe_router_load_balancing_type == "none" and model.moe_aux_loss_coeff:
+        raise problem(
+            "There is no auxiliary loss to weigh.",
+            where=("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
+            got=f"moe_router_load_balancing_type none with moe_aux_loss_coeff {model.moe_aux_loss_coeff}",
+            expected="moe_aux_loss_coeff 0, or another moe_router_load_balancing_type",
+            fix="set --moe-aux-loss-coeff 0, or choose aux_loss, seq_aux_loss or global_aux_loss",
         )
 
 

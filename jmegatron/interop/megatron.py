@@ -24,9 +24,10 @@ import numpy as np
 
 from jmegatron import partition
 from jmegatron.checkpoint.streaming import StreamingReader, StreamingWriter
+from jmegatron.config.megatron_flags import SINGLE_VALUES
 from jmegatron.errors import UsageError
 from jmegatron.interop import torch_dist
-from jmegatron.interop.pieces import Arrays, Piece, Slot, check_finite, flat, linear, same
+from jmegatron.interop.pieces import Arrays, Piece, Slot, check_finite, flat, linear, same, slots
 from jmegatron.interop.torch_dist import StoredTensor, TorchDistReader
 from jmegatron.layers.attention import AttentionSettings
 from jmegatron.models.gpt import GPTSettings, gpt_specs
@@ -68,6 +69,8 @@ _EXPERTS = {
     "moe/experts/down/kernel": ("mlp.experts.experts.linear_fc2.weight", 1),
     "moe/experts/down/bias": ("mlp.experts.experts.linear_fc2.bias", 0),
 }
+# Not trained: a checkpoint has them in fp32 whatever the model's type, and the optimizer keeps no state of them.
+_BUFFERS = ("mlp.router.expert_bias",)
 # A checkpoint calls the norms by what follows them, since Transformer Engine fuses the two.
 _STORED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -134,6 +137,10 @@ def stored(name: str) -> Slot:
     for own, theirs in _STORED.items():
         rest = theirs + rest.removeprefix(own) if rest.startswith(own) else rest
     return Slot(f"decoder.layers.{rest}", int(match[1]))
+
+
+def _is_buffer(piece: Piece) -> bool:
+    return piece.theirs[0].endswith(_BUFFERS)
 
 
 def _no_counterpart(path: str) -> UsageError:
@@ -245,11 +252,13 @@ _EXPERT_OPTIONS = (
     *("moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias"),
     *("moe_router_bias_update_rate", "moe_router_num_groups", "moe_router_group_topk"),
     *("moe_router_topk_scaling_factor", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
-    *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
+    *("moe_router_dtype", "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
 )
 # What changes the model and is not there here: argument -> values that mean that it is not used.
 _ABSENT: Mapping[str, tuple[Any, ...]] = {
     "moe_layer_freq": (None, 1),
+    "moe_apply_probs_on_input": (None, False),
+    "moe_input_jitter_eps": (0, 0.0, None),
     "multi_latent_attention": (None, False),
     "mtp_num_layers": (None, 0),
     "heterogeneous_layers_config_path": (None,),
@@ -299,7 +308,7 @@ def _options_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: value for name, value in arguments.items() if isinstance(value, str | int | float)}
     found = {name: plain[name] for name in _SAME_OPTIONS if name in plain}
     if plain.get("num_experts"):
-        found |= {name: plain[name] for name in _EXPERT_OPTIONS if name in plain}
+        found |= _expert_options(arguments)
     heads = plain.get("num_attention_heads")
     if "group_query_attention" in plain and heads is not None:
         # Without it the number of groups, which is there all the same, does not count.
@@ -326,6 +335,29 @@ def _options_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         # With its fusion the reference computes the tanh form.
         fused = plain["bias_gelu_fusion"] and plain.get("add_bias_linear", True)
         found["activation"] = "gelu_tanh" if fused else "gelu_erf"
+    return found
+
+
+def _expert_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of mixtures of experts, without those that another one leaves without effect."""
+    found = {}
+    for name in _EXPERT_OPTIONS:
+        value = arguments.get(name)
+        if name in SINGLE_VALUES and isinstance(value, list | tuple):
+            if len(value) != 1:
+                raise UsageError(
+                    f"args.{name}: got {value!r:.100} in the checkpoint, expected one value: {SINGLE_VALUES[name]};"
+                    " fix: convert a model with one balancing type"
+                )
+            value = value[0]
+        if isinstance(value, str | int | float):
+            found[name] = value
+    if not found.get("moe_router_enable_expert_bias"):
+        found.pop("moe_router_bias_update_rate", None)
+    if found.get("moe_router_score_function") == "sigmoid":
+        found.pop("moe_router_pre_softmax", None)
+    if found.get("moe_router_load_balancing_type") == "none":
+        found.pop("moe_aux_loss_coeff", None)
     return found
 
 
@@ -448,6 +480,7 @@ def _expert_arguments(settings: GPTSettings) -> dict[str, Any]:
         "moe_router_num_groups": router.num_groups,
         "moe_router_group_topk": router.group_top_k,
         "moe_router_topk_scaling_factor": router.scaling_factor,
+        "moe_router_dtype": "fp32" if router.fp32 else None,
         "moe_router_load_balancing_type": router.balancing,
         "moe_aux_loss_coeff": router.coefficient,
         "moe_z_loss_coeff": router.z_coefficient or None,
@@ -494,13 +527,16 @@ class ImportPlan:
     """Of the optimizer; the iteration where its state is not imported."""
     samples: int
     """That the schedules have counted."""
+    zeros: tuple[str, ...]
+    """Our arrays that are zero, since a checkpoint has no counterpart."""
     moves: tuple[_Move, ...] = dataclasses.field(repr=False)
 
 
 def plan_import(reader: TorchDistReader, settings: GPTSettings, *, optimizer: bool = False) -> ImportPlan:
     """Returns how a checkpoint becomes one of ours: parameters in fp32, and with `optimizer` adam's state.
 
-    With the optimizer's state the parameters are its fp32 weights, of which the model's own are copies.
+    With the optimizer's state the parameters are its fp32 weights, of which the model's own are copies. Buffers, of
+    which it keeps nothing, are the model's, and their moments zero.
 
     Raises:
       UsageError: a tensor is missing, too many, or of another shape than the model asks for; the optimizer's state is
@@ -513,6 +549,7 @@ def plan_import(reader: TorchDistReader, settings: GPTSettings, *, optimizer: bo
     weights = {name for name in names if not name.startswith("optimizer.")}
     _check_names(where, reader, "", weights, found)
     lines: list[str] = []
+    zeros: tuple[str, ...] = ()
     moves = [_Move(piece, "parameters", "") for piece in found]
     layout: dict[str, tuple[tuple[int, ...], np.dtype]] = {
         f"parameters/{path}": (shape, np.dtype(np.float32)) for path, shape in shapes(settings).items()
@@ -521,26 +558,34 @@ def plan_import(reader: TorchDistReader, settings: GPTSettings, *, optimizer: bo
     updates = iteration
     if optimizer:
         kinds = _optimizer_kinds(where, reader, names - weights)
+        trained = [piece for piece in found if not _is_buffer(piece)]
+        buffers = [piece for piece in found if _is_buffer(piece)]
         for prefix in kinds.values():
             own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-            _check_names(where, reader, prefix, own, found)
-        moves = [_Move(piece, ours, prefix) for ours, prefix in kinds.items() for piece in found]
+            _check_names(where, reader, prefix, own, trained)
+        moves = [_Move(piece, ours, prefix) for ours, prefix in kinds.items() for piece in trained]
+        moves += [_Move(piece, "parameters", "") for piece in buffers]
+        paths = dict.fromkeys(slot.path for slot in slots(buffers))
+        zeros = tuple(f"{moment}/{path}" for moment in _MOMENTS.values() for path in paths)
+        lines += [f"(no state of a buffer) -> {name}, zero" for name in zeros]
         for moment in _MOMENTS.values():
             layout |= {f"{moment}/{path}": (shape, np.dtype(np.float32)) for path, shape in shapes(settings).items()}
         layout |= {name: ((), np.dtype(np.int32)) for name in _counters(settings)}
         updates = _num_updates(where, reader.common)
-        lines += [f"{name} -> (a copy of {kinds['parameters']}{name})" for name in sorted(weights)]
+        copies = sorted(weights - _stored_shapes(buffers).keys())
+        lines += [f"{name} -> (a copy of {kinds['parameters']}{name})" for name in copies]
     else:
         lines += [f"{name} -> (left out: no optimizer)" for name in sorted(names - weights)]
     layout["step"] = ((), np.dtype(np.int32))
     lines = [f"{move.source} -> {', '.join(map(str, move.targets))}" for move in moves] + lines
     lines += [f"{name} -> (left out: {_why_left_out(name)})" for name in sorted(reader.objects)]
-    _assert_each_once(moves, layout)
+    _assert_each_once(moves, {name: entry for name, entry in layout.items() if name not in zeros})
     scheduler = reader.common.get("opt_param_scheduler")
     samples = scheduler.get("num_steps") if isinstance(scheduler, dict) else None
     if samples is None:
         samples = reader.common.get("args", {}).get("consumed_train_samples", 0)
-    return ImportPlan(layout, lines, iteration, updates, _count(samples, f"{where}: common: samples"), tuple(moves))
+    samples = _count(samples, f"{where}: common: samples")
+    return ImportPlan(layout, lines, iteration, updates, samples, zeros, tuple(moves))
 
 
 def import_checkpoint(reader: TorchDistReader, plan: ImportPlan, writer: StreamingWriter) -> None:
@@ -560,6 +605,9 @@ def import_checkpoint(reader: TorchDistReader, plan: ImportPlan, writer: Streami
         for slot, value in zip(targets, move.piece.to_ours((theirs,)), strict=True):
             if not writer.is_written(slot.path, slot.layer):
                 writer.write(slot.path, np.ascontiguousarray(value), slot.layer)
+    for name in plan.zeros:
+        if not writer.is_written(name):
+            writer.write(name, np.zeros(*plan.layout[name]))
     for name, (shape, dtype) in plan.layout.items():
         if dtype == np.int32 and not shape and not writer.is_written(name):
             writer.write(name, np.array(plan.iteration if name == "step" else plan.updates, np.int32))
@@ -703,7 +751,7 @@ def export_checkpoint(
       common: what goes into common.pt besides arguments of the model and the iteration, see `optimizer_common`; "args"
         in it add to the arguments.
       optimizer: write adam's state as well ("fully reshardable").
-      dtype: of the model's weights; the optimizer's state is fp32.
+      dtype: of the model's weights; buffers and the optimizer's state are fp32.
 
     Raises:
       UsageError: torch is missing; an array is missing, too many, or of another shape than the model asks for; the
@@ -719,11 +767,12 @@ def export_checkpoint(
     lines, tensors = [], []
     for prefix, ours in prefixes.items():
         moves: dict[str, dict[int | None, _Move]] = collections.defaultdict(dict)
-        for move in (_Move(piece, ours, prefix) for piece in found):
+        for move in (_Move(piece, ours, prefix) for piece in found if not (prefix and _is_buffer(piece))):
             moves[move.source.path][move.source.layer] = move
             lines.append(f"{', '.join(map(str, move.targets))} -> {move.source}")
         for key, own in moves.items():
-            kind = np.dtype(np.float32) if prefix else np.dtype(dtype)
+            in_fp32 = prefix or any(_is_buffer(move.piece) for move in own.values())
+            kind = np.dtype(np.float32) if in_fp32 else np.dtype(dtype)
             read = functools.partial(_read_theirs, reader, own, kind)
             tensors.append(StoredTensor(key, expected[key.removeprefix(prefix)], kind, read, None not in own))
     given = dict(common or {})

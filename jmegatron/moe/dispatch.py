@@ -61,8 +61,8 @@ class Received:
 
 # ---- capacity -----------------------------------------------------------------------------------------------------
 def capacity_of(tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """Returns the rows that an expert takes of one rank's tokens, ceil(tokens k / experts x factor)."""
-    return -int(-(tokens * top_k / num_experts * factor) // 1)
+    """Returns the rows that an expert takes of one rank's tokens: ceil(tokens k / experts x factor), at most tokens."""
+    return min(tokens, -int(-(tokens * top_k / num_experts * factor) // 1))
 
 
 def within_capacity(

@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
@@ -174,7 +175,9 @@ def _kept(routing: Routing, settings: MoESettings, batch: int, padding: Array | 
     if padding is None:
         capacity: int | Array = capacity_of(tokens, k, number, factor)
     else:
-        capacity = jnp.ceil((~padding).sum() * k / number * factor).astype(jnp.int32)
+        # From a table in Python's numbers: fp32 rounds otherwise, and the buffers have the size of the former.
+        table = np.array([capacity_of(real, k, number, factor) for real in range(tokens + 1)], np.int32)
+        capacity = jnp.asarray(table)[(~padding).sum()]
     if settings.drop_policy == "probs":
         priority = routing.weights
     else:
@@ -200,7 +203,7 @@ def _through_experts(
     exchanged = parallel.axis if ranks > 1 else None
     of_expert = tokens  # rows that one source may have for one expert
     if settings.capacity_factor is not None:
-        of_expert = min(tokens, capacity_of(tokens, k, number, settings.capacity_factor))
+        of_expert = capacity_of(tokens, k, number, settings.capacity_factor)
     largest = min(ranks * tokens * min(k, number // ranks), ranks * of_expert * (number // ranks))
     bound = largest if exchanged else len(rows)
     if settings.bound_factor is not None and exchanged:

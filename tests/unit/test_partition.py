@@ -81,6 +81,22 @@ def test_stacking_adds_a_leading_dim_and_keeps_the_rest():
     assert (stacked.partial_axes, stacked.weight_decay) == (("tp",), False)
 
 
+# Layers that have the parameter, by place (-1: none): all of them, or only some, as with --moe-layer-freq.
+@pytest.mark.parametrize(
+    "places",
+    [[[0, 2], [1, 3]], [[0, 1, 2, -1]], [[1, 3], [5, 7]], [[1, 3, 5, -1]], [[3, -1, 5, 9]], [[0, 4], [2, -1]]],
+    ids=str,
+)
+def test_a_checkpoint_holds_the_layers_that_have_a_parameter_in_order_and_gives_them_back(places):
+    flat = np.array(places).reshape(-1)
+    spec = partition.stack({"a": ParameterSpec((2,), P(None), partition.zeros)}, np.array(places), "pp")["a"]
+    value = np.where(flat[:, None] >= 0, flat[:, None] + [0.25, 0.5], 0.0).reshape(spec.shape)
+    saved = partition.to_canonical(spec, jnp.asarray(value, jnp.float32))
+    wanted = np.array(sorted(flat[flat >= 0]))
+    np.testing.assert_array_equal(saved, wanted[:, None] + [0.25, 0.5])
+    np.testing.assert_array_equal(partition.from_canonical(spec, saved), value)
+
+
 def test_a_spec_with_more_entries_than_dims_is_refused():
     with pytest.raises(ValueError, match="more entries than shape"):
         ParameterSpec((3,), P(None, "tp"), partition.zeros)

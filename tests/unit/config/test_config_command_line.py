@@ -118,19 +118,69 @@ def test_every_unsupported_flag_is_refused_with_its_reason(capsys, row):
 
 
 @pytest.mark.parametrize(("beginning", "reason"), UNSUPPORTED_FAMILIES)
-def test_families_of_unsupported_flags_hold_no_option_and_are_refused(capsys, beginning, reason):
-    assert not [option for option in options().values() if option.flag.startswith(beginning)]
+def test_families_of_unsupported_flags_are_refused(capsys, beginning, reason):
     assert reason in refusal(capsys, beginning + "anything", "1")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--moe-router-topk-limited-devices",
+        "--moe-permute-padding-for-quantization",
+        "--moe-expert-rank-capacity-factor",
+    ],
+)
+def test_flags_of_experts_that_are_no_options_are_not_supported_and_no_slips(capsys, flag):
+    err = refusal(capsys, flag, "1")
+    assert "is a Megatron-LM flag that is not supported here" in err
+    assert "did you mean" not in err
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("--moe-router-topkk", "--moe-router-topk"),
+        ("--moe-ffn-hiden-size", "--moe-ffn-hidden-size"),
+        ("--moe-grouped-gem", "--moe-grouped-gemm"),
+    ],
+)
+def test_a_misspelled_option_of_experts_names_the_right_one(capsys, slip, meant):
+    assert f"did you mean {meant}?" in refusal(capsys, slip, "1")
+
+
+def test_a_dispatcher_that_the_reference_does_not_have_is_refused(capsys):
+    for kind in ("allgather", "alltoall", "flex"):
+        config = load_config([*BASE, "--moe-token-dispatcher-type", kind])
+        assert config.ignored_flags[0][0] == "--moe-token-dispatcher-type"
+    for words in (["--moe-token-dispatcher-type", "ring"], ["--moe-token-dispatcher-type=ring"]):
+        err = refusal(capsys, *words)
+        assert "'ring'" in err
+        assert "one of allgather, alltoall, flex" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("--moe-router-load-balancing-type aux_loss seq_aux_loss", "moe_router_load_balancing_type"),
+        ("--moe-aux-loss-coeff 0.1 0.2", "moe_aux_loss_coeff"),
+        ("--moe-aux-loss-coeff=0.1 0.2", "moe_aux_loss_coeff"),
+    ],
+)
+def test_several_balancing_types_are_refused_by_name(capsys, words, name):
+    err = refusal(capsys, "--num-experts", "4", *words.split(), "--bf16")
+    assert f"{name} has several values: several balancing types at once" in err
+    assert f"got: {' '.join(words.replace('=', ' ').split()[1:])}\n" in err
 
 
 @pytest.mark.parametrize("row", IGNORED, ids=lambda row: row.flag)
 def test_every_flag_without_effect_leaves_the_config_unchanged(row):
-    extra = [row.flag, *["1"] * max(row.values, 0), "--position-embedding-type", "rope"]
+    value = row.choices[0] if row.choices else "1"
+    extra = [row.flag, *[value] * max(row.values, 0), "--position-embedding-type", "rope"]
     config = load_config([*BASE, *extra])
     assert config == load_config([*BASE, "--position-embedding-type", "rope"])
     assert config.ignored_flags == ((row.flag, row.reason),)
     if row.values == 1:
-        assert load_config([*BASE, f"{row.flag}=1", *extra[2:]]) == config
+        assert load_config([*BASE, f"{row.flag}={value}", *extra[2:]]) == config
 
 
 def test_a_flag_without_effect_may_stand_last_without_its_value():

@@ -75,6 +75,18 @@ BAD = {
     "more experts than there are": (moe(moe_router_topk=9), ["moe_router_topk 9, num_experts 8"]),
     "one expert without pre-softmax": (moe(moe_router_topk=1), ["moe_router_topk 1", "add --moe-router-pre-softmax"]),
     "bias of softmax": (moe(moe_router_enable_expert_bias=True), ["--moe-router-score-function sigmoid"]),
+    "rate without a bias": (
+        moe(moe_router_bias_update_rate=0.01),
+        ["moe_router_bias_update_rate 0.01 without", "add --moe-router-enable-expert-bias"],
+    ),
+    "pre-softmax of sigmoids": (
+        moe(moe_router_pre_softmax=True, moe_router_score_function="sigmoid"),
+        ["moe_router_pre_softmax with moe_router_score_function sigmoid", "leave --moe-router-pre-softmax out"],
+    ),
+    "coefficient without a loss": (
+        moe(moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.01),
+        ["moe_router_load_balancing_type none with moe_aux_loss_coeff 0.01", "set --moe-aux-loss-coeff 0"],
+    ),
     "groups that do not divide": (
         moe(moe_router_num_groups=3, moe_router_group_topk=1),
         ["moe_router_num_groups 3", "num_experts 8"],
@@ -528,6 +540,13 @@ def test_values_out_of_range_are_refused_by_name(name, value):
         {"recompute_granularity": "selective"},
         {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
         {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp", "core_attn")},
+        moe(moe_receive_bound_factor=1.5),  # a layout with ep 1 has the options of one with more
+        moe(
+            moe_router_score_function="sigmoid",
+            moe_router_enable_expert_bias=True,
+            moe_router_bias_update_rate=0.01,
+            moe_router_load_balancing_type="none",
+        ),
     ],
 )
 def test_what_fits_passes(values):

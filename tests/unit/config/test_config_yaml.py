@@ -151,6 +151,21 @@ def test_a_window_and_ways_of_context_parallelism_are_read_from_a_file():
     assert config_from_yaml(text).parallel.cp_comm_type == ("all_gather", "a2a")
 
 
+def test_a_pattern_of_experts_may_be_a_list_or_the_text_of_one():
+    listed, text = (
+        config_from_yaml(replaced("moe_layer_freq", value).replace("num_experts: null", "num_experts: 4"))
+        for value in ("[0, 1]", "'[0,1]'")
+    )
+    assert listed == text
+    assert listed.model.moe_layer_freq == "[0,1]"
+    assert "moe_layer_freq" in message(replaced("moe_layer_freq", "[0, x]"))
+
+
+def test_several_balancing_types_in_a_file_are_refused_by_name():
+    err = message(replaced("moe_router_load_balancing_type", "[aux_loss, seq_aux_loss]"))
+    assert "moe_router_load_balancing_type has several values: several balancing types at once" in err
+
+
 def test_duplicate_keys_are_refused():
     assert "duplicate" in message(with_line("optimizer", "lr: 1e-3")).lower()
     assert "duplicate" in message(MINIMAL + "\ndata: {demo_data: true}\n").lower()

@@ -353,6 +353,68 @@ def test_a_checkpoint_of_two_expert_ranks_imports_and_exports_with_every_expert_
     assert (found["num_experts"], found["moe_router_topk"], found["moe_ffn_hidden_size"]) == (4, 2, 48)
 
 
+class Held(TorchDistReader):
+    """A checkpoint of theirs in memory."""
+
+    def __init__(self, tensors: dict[str, np.ndarray], common: dict[str, Any]) -> None:
+        self.folder, self.common, self.objects, self._held = Path("held"), common, {}, tensors
+        self.tensors = {key: (array.shape, array.dtype) for key, array in tensors.items()}
+
+    def read(self, key: str, index: int | None = None) -> np.ndarray:
+        return self._held[key] if index is None else self._held[key][index]
+
+
+BIAS = "decoder.layers.mlp.router.expert_bias"
+
+
+def test_the_bias_of_experts_is_a_buffer_in_fp32_of_which_their_optimizer_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exported in half precision and imported again; all but the bias has its fp32 weight and both moments."""
+    settings = moe_settings(score_function="sigmoid", expert_bias=True)
+    specs = partition.map_specs(lambda s: partition.canonical(s, {}), gpt_specs(settings, LayerParallel()))
+    parameters = partition.map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), specs)
+    moments = jax.eval_shape(build_optimizer(OPTIMIZER, SCHEDULE, specs).init, parameters)
+    state = named_arrays(TrainState(jax.ShapeDtypeStruct((), jnp.int32), parameters, None, moments))
+    generator = np.random.default_rng(0)
+    ours = {
+        name: generator.standard_normal(a.shape).astype(np.float32) if a.shape else np.array(3, np.int32)
+        for name, a in state.items()
+    }
+    own = "layers/moe/router/expert_bias"
+    for moment in ("mu", "nu"):  # it has no gradient
+        ours[f"optimizer/0/{moment}/{own}"] = np.zeros((4, 4), np.float32)
+    with StreamingWriter(str(tmp_path / "ours"), 3, {n: (a.shape, a.dtype) for n, a in ours.items()}) as writer:
+        for name, array in ours.items():
+            writer.write(name, array)
+        writer.commit(meta(3))
+    checkpoint, _ = find(str(tmp_path / "ours"))
+    assert checkpoint is not None
+
+    written: list[Any] = []
+    monkeypatch.setattr(megatron.torch_dist, "write", lambda *given: written.extend(given[2:4]))
+    common = optimizer_common(OPTIMIZER, SCHEDULE, 3)
+    source = StreamingReader(checkpoint)
+    export_checkpoint(source, settings, tmp_path / "t", 3, common=common, optimizer=True, dtype=jnp.bfloat16)
+    tensors, content = written
+    assert [t.name for t in tensors if "expert_bias" in t.name] == [BIAS]
+    assert {t.name for t in tensors if not t.name.startswith("optimizer.") and t.dtype == np.float32} == {BIAS}
+    theirs = {t.name: np.stack([t.read(n) for n in range(4)]) if t.stacked else t.read(None) for t in tensors}
+    np.testing.assert_array_equal(theirs[BIAS], ours[f"parameters/{own}"])
+    assert f"optimizer.state.exp_avg.{BIAS.replace('expert_bias', 'weight')}" in theirs
+
+    plan = plan_import(Held(theirs, content), settings, optimizer=True)
+    assert plan.layout == {name: (array.shape, array.dtype) for name, array in ours.items()}
+    with StreamingWriter(str(tmp_path / "again"), 3, plan.layout) as writer:
+        import_checkpoint(Held(theirs, content), plan, writer)
+        writer.commit(meta(3))
+    again, _ = find(str(tmp_path / "again"))
+    assert again is not None
+    assert_same(below(StreamingReader(again), ""), ours)
+    with pytest.raises(UsageError, match=rf"optimizer\.state\.param\.{BIAS} .* has no place"):
+        plan_import(Held({**theirs, f"optimizer.state.param.{BIAS}": theirs[BIAS]}, content), settings, optimizer=True)
+
+
 def test_experts_are_refused_by_a_dense_model(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"tensors of experts, such as decoder\.layers\.mlp\.experts\.experts"):
         plan_import(TorchDistReader(folder / "moe_ep2"), reference_settings("llama_like"))
@@ -448,7 +510,39 @@ def test_a_whole_namespace_is_understood(folder: Path) -> None:
     assert "window_size" not in found
 
 
+ROUTER = {
+    "lists of one": (
+        {"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_aux_loss_coeff": [0.01], "moe_router_dtype": "fp32"},
+        {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01, "moe_router_dtype": "fp32"},
+    ),
+    "without effect": (
+        {
+            **{"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01, "moe_router_pre_softmax": True},
+            **{"moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 0.01},
+            **{"moe_input_jitter_eps": None, "moe_apply_probs_on_input": False},
+        },
+        {"moe_router_load_balancing_type": "none", "moe_router_score_function": "sigmoid"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROUTER)
+def test_arguments_of_a_router_are_taken_over_as_far_as_they_have_an_effect(kind: str, folder: Path) -> None:
+    given, expected = ROUTER[kind]
+    found = options({"num_experts": 4, **given}, TorchDistReader(folder / "moe_ep2").tensors)
+    assert {name: found[name] for name in given if name in found} == expected
+    settings = moe_settings(fp32=True)
+    assert arguments(settings)["moe_router_dtype"] == "fp32"
+
+
 UNUSABLE = {
+    "probabilities on the input": ({"moe_apply_probs_on_input": True}, "args.moe_apply_probs_on_input: got True"),
+    "jitter": ({"moe_input_jitter_eps": 0.1}, "args.moe_input_jitter_eps: got 0.1"),
+    "several balancing types": (
+        {"num_experts": 4, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+        r"args\.moe_router_load_balancing_type: got \['aux_loss', 'seq_aux_loss'\]",
+    ),
+    "several coefficients": ({"num_experts": 4, "moe_aux_loss_coeff": [0.1, 0.2]}, r"args\.moe_aux_loss_coeff: got"),
     "experts in some layers": (
         {"num_experts": 8, "moe_layer_freq": 2},
         r"args\.moe_layer_freq: got 2 .* not implemented",

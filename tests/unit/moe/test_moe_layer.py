@@ -12,7 +12,7 @@ from tolerances import GRADIENT_RELATIVE, LAYER_RELATIVE
 from jmegatron import partition
 from jmegatron.collectives import sum_over, vary
 from jmegatron.mesh import build_mesh
-from jmegatron.moe.dispatch import within_capacity
+from jmegatron.moe.dispatch import capacity_of, within_capacity
 from jmegatron.moe.experts import ExpertSettings, ladder
 from jmegatron.moe.layer import NUM_FIGURES, ExpertParallel, MoESettings, moe, moe_specs
 from jmegatron.moe.router import RouterSettings
@@ -195,7 +195,7 @@ def test_padding_fills_no_capacity_and_counts_nowhere():
     """8 tokens of which 4 are padding, capacity 1.0: the real ones' outputs are those without the padding."""
     settings = settings_of(capacity_factor=1.0)
     parameters = jax.tree.map(jnp.asarray, start(settings))
-    x = jnp.asarray(np.random.default_rng(9).normal(0, 1, (1, 8, HIDDEN)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(11).normal(0, 1, (1, 8, HIDDEN)), jnp.float32)
     padding = np.array([[False, True, True, False, True, False, False, True]])
     real = ~padding[0]
 
@@ -207,6 +207,25 @@ def test_padding_fills_no_capacity_and_counts_nowhere():
     np.testing.assert_allclose(got[:, real], wanted, rtol=LAYER_RELATIVE, atol=1e-6)
     assert not got[:, ~real].any()
     assert np.abs(run(x, None)[:, real] - wanted).max() > 1e-2, "with these tokens the padding would matter"
+
+
+def test_the_capacity_is_the_same_number_with_and_without_padding():
+    """50 x 2 / 8 x 1.2 is 15 exactly, and in fp32 a little more: a row too many would read another expert's place."""
+    router = RouterSettings(8, balancing="none")
+    settings = MoESettings(router, ExpertSettings(8, HIDDEN, FFN), capacity_factor=1.2)
+    parameters = jax.tree.map(jnp.asarray, start(settings))
+    # Everyone wants experts 0 and 1.
+    parameters["router"]["kernel"] = jnp.zeros((HIDDEN, 8)).at[0].set(jnp.array([9.0, 8.0, *[0.0] * 6]))
+    x = np.random.default_rng(4).normal(0, 1, (1, 50, HIDDEN)).astype(np.float32)
+    x[..., 0] = 1 + np.arange(50) / 50
+    run = jax.jit(lambda x, padding: moe(parameters, x, settings, ExpertParallel(), axis=None, padding=padding))
+    got = np.asarray(run(x, jnp.zeros((1, 50), bool)))
+    np.testing.assert_array_equal(got, run(x, None))
+    assert (got != 0).any(-1).sum() <= 30
+
+
+def test_a_capacity_beyond_all_tokens_drops_none():
+    assert capacity_of(64, 2, 8, 1e30) == 64
 
 
 def test_capacity_keeps_the_largest_weights_or_the_first_places():
