@@ -18,6 +18,7 @@ Exit status: 0 equal within the tolerances, 1 not (the worst is named), 2 an opt
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -122,6 +123,12 @@ def check(given: argparse.Namespace) -> tuple[str, str | None]:
         if value is not None and fixed.get(name):
             why = "the recorded batch has its own" if name == "num_sequences" else "--forward-only does none"
             raise UsageError(f"{flag}: has no meaning here: {why}; fix: remove it")
+    for name in TOLERANCES:
+        value = getattr(given, f"{name}_tolerance")
+        if value is not None and not 0 <= value < math.inf:
+            raise UsageError(
+                f"--{name}-tolerance: got {value}, expected at least 0, and finite; fix: give a number such as 1e-5"
+            )
     if given.weights_step is not None and given.weights is None:
         raise UsageError("--weights-step: has no meaning without --weights; fix: give the folder of the checkpoint")
     return kind, folders[0] if folders else given.hf_folder

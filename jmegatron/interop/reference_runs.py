@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -235,7 +236,7 @@ def read_recording(folder: str) -> Recording:
     and config.json the optimizer steps, in the folder itself or in train_NAME beside or inside it.
 
     Raises:
-      UsageError: a file is missing or cannot be read, or arrays do not fit together.
+      UsageError: a file is missing or cannot be read, or arrays hold no numbers or do not fit together.
     """
     path = Path(folder)
     if not (path / "forward.npz").is_file() or not (path / "weights.safetensors").is_file():
@@ -251,19 +252,43 @@ def read_recording(folder: str) -> Recording:
         raise UsageError(
             f"{path / 'forward.npz'}: got {got}; expected the same [sequences, seq] of each; fix: record it again"
         )
-    gradients = path / "grads.safetensors"
+    where, gradients = str(path / "forward.npz"), path / "grads.safetensors"
+    whole = {name: _token_ids(where, f"batch/{name}", forward[f"batch/{name}"]) for name in ("tokens", "labels")}
+    mask = _of_kind(where, "batch/loss_mask", forward["batch/loss_mask"], "fiub")
+    whole["loss_mask"] = mask.astype(np.float32)
+    found = {n: _of_kind(where, n, forward[n], "fiu") for n in ("logits", "token_loss", "loss") if n in forward}
+    loss = found.get("loss")
+    if loss is not None and loss.size != 1:
+        raise UsageError(f"{where}: loss: got {list(loss.shape)}, expected one number; fix: record it again")
     step = ReferenceStep(
-        logits=forward.get("logits"),
-        token_losses=forward.get("token_loss"),
-        loss=float(forward["loss"]) if "loss" in forward else None,
+        logits=found.get("logits"),
+        token_losses=found.get("token_loss"),
+        loss=None if loss is None else float(loss.item()),
         gradients=_safetensors(gradients) if gradients.is_file() else None,
-        activations=_recorded_activations(forward, weights, shapes["tokens"] or (), str(path / "forward.npz")),
+        activations=_recorded_activations(forward, weights, shapes["tokens"] or (), where),
     )
     homes = (path, path.parent / f"train_{path.name}", path / f"train_{path.name}")
     home = next((home for home in homes if (home / "trajectory.npz").is_file()), None)
     tokens, trajectory, settings = (None, None, {}) if home is None else _recorded_steps(home)
-    whole = {name: np.asarray(array) for name, array in batch.items()}
     return Recording(path, weights, whole, step, tokens, trajectory, settings)
+
+
+def _of_kind(where: str, name: str, array: np.ndarray, kinds: str) -> np.ndarray:
+    """Returns the array.
+
+    Raises:
+      UsageError: its values are of none of numpy's kinds (i and u whole numbers, f floating point, b boolean).
+    """
+    if array.dtype.kind not in kinds:
+        expected = "numbers" if "f" in kinds else "whole numbers"
+        raise UsageError(f"{where}: {name}: got values of {array.dtype}, expected {expected}; fix: record it again")
+    return array
+
+
+def _token_ids(where: str, name: str, array: np.ndarray) -> np.ndarray:
+    """Returns tokens as int32; what that cannot hold stays outside every vocabulary."""
+    whole = _of_kind(where, name, array, "iu").astype(np.int64)
+    return np.clip(whole, -1, np.iinfo(np.int32).max).astype(np.int32)
 
 
 def _recorded_activations(
@@ -275,7 +300,8 @@ def _recorded_activations(
     def add(name: str, recorded: str, bias: str | None = None) -> None:
         if recorded not in forward:
             return
-        value, added = forward[recorded], weights.get(bias or "", np.zeros(1, np.float32))
+        value = _of_kind(where, recorded, forward[recorded], "fiu")
+        added = weights.get(bias or "", np.zeros(1, np.float32))
         if value.ndim != 3 or value.shape[1::-1] != batch_shape or added.shape not in ((1,), value.shape[2:]):
             raise UsageError(
                 f"{where}: {recorded}: got {list(value.shape)}, expected [seq, sequences, hidden] of the batch"
@@ -284,7 +310,8 @@ def _recorded_activations(
         found[name] = np.swapaxes(value, 0, 1) + added
 
     add(EMBEDDING, "act/embedding_out")
-    for layer in range(sum(name.startswith("act/layer_") and name.endswith("_attn_out") for name in forward)):
+    numbers = [re.fullmatch(r"act/layer_(\d+)_(?:attn_out|mlp_out|out)", name) for name in forward]
+    for layer in sorted({int(number[1]) for number in numbers if number is not None}):
         attention, feed_forward, output = activation_names(layer)
         prefix = f"decoder.layers.{layer}."
         add(attention, f"act/layer_{layer}_attn_out", f"{prefix}self_attention.linear_proj.bias")
@@ -304,15 +331,16 @@ def _recorded_steps(home: Path) -> tuple[np.ndarray, ReferenceTrajectory, Mappin
             f"{home / 'trajectory.npz'}: got {got}; expected tokens [steps, sequences, seq + 1], and loss, grad_norm"
             " and lr_used [steps]; fix: record it again"
         )
+    where = str(home / "trajectory.npz")
+    tokens = _token_ids(where, "tokens", record["tokens"])
+    loss, norms, rates = (_of_kind(where, name, record[name], "fiu") for name in ("loss", "grad_norm", "lr_used"))
     names = ("final_weights.safetensors", "trained_weights.safetensors")
     last = next((home / name for name in names if (home / name).is_file()), None)
     settings = {}
     if (home / "config.json").is_file():
         settings = parse_json((home / "config.json").read_bytes(), str(home / "config.json"))
-    trajectory = ReferenceTrajectory(
-        record["loss"], record["grad_norm"], record["lr_used"], {} if last is None else _safetensors(last)
-    )
-    return record["tokens"].astype(np.int32), trajectory, settings
+    trajectory = ReferenceTrajectory(loss, norms, rates, {} if last is None else _safetensors(last))
+    return tokens, trajectory, settings
 
 
 def _safetensors(path: Path) -> dict[str, np.ndarray]:

@@ -592,13 +592,7 @@ class Comparison:
 
     def _find_tolerances(self) -> dict[str, float]:
         half = np.dtype(self.program.settings.compute_dtype) != np.float32
-        found = HALF_TOLERANCES if half else TOLERANCES
-        for name, value in self.request.tolerances.items():
-            if not value >= 0:
-                raise UsageError(
-                    f"--{name}-tolerance: got {value}, expected at least 0; fix: give a number such as 1e-5"
-                )
-        return found | dict(self.request.tolerances)
+        return (HALF_TOLERANCES if half else TOLERANCES) | dict(self.request.tolerances)
 
     def _open_reference(self) -> TorchReference | None:
         if self.recording is not None:
@@ -609,6 +603,8 @@ class Comparison:
                     f"--num-steps: got {self.request.num_steps}, expected at most the {there} recorded ones of"
                     f" {self.recording.path}; fix: fewer steps"
                 )
+            if self.request.per_layer:
+                self._check_activations(self.recording.step.activations or {}, self.recording.path / "forward.npz")
             return None
         name = self.program.settings.optimizer.name
         if self.request.num_steps and name != "adam":
@@ -617,6 +613,18 @@ class Comparison:
         if self.request.reference == "transformers":
             return TransformersReference(str(self.request.folder), theirs)
         return MegatronReference(self.model, theirs)
+
+    def _check_activations(self, found: Arrays, where: Path) -> None:
+        """Refuses recorded activations of which a layer's are missing: what is not compared must not pass as equal."""
+        layers = range(self.model.num_layers)
+        missing = [name for layer in layers for name in activation_names(layer) if name not in found]
+        if missing:
+            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+            got = f"no {', '.join(missing[:4])}{more}" if found else "no activations"
+            raise UsageError(
+                f"--per-layer: got {got} in {where}, expected act/layer_I_attn_out, act/layer_I_mlp_out and"
+                f" act/layer_I_out of I from 0 to {len(layers) - 1}; fix: leave it out, or record them"
+            )
 
     # ---- what comes out ----
     def rows(self) -> list[Row]:
@@ -638,28 +646,47 @@ class Comparison:
             if not request.forward_only:
                 rows += self._gradient_rows(theirs)
                 rows += self._training_rows()
+        if not rows:
+            where = "the reference" if self.recording is None else self.recording.path / "forward.npz"
+            raise UsageError(
+                f"nothing to compare: got none of it in {where}, expected logits, token_loss, loss or (without"
+                " --forward-only) gradients; fix: record them, or leave --forward-only out"
+            )
+        absent = self._absent(rows)
+        if absent:
+            self.say(f"not compared: {', '.join(absent)}")
         return rows
 
+    def _absent(self, rows: Sequence[Row]) -> list[str]:
+        """Returns what was asked for and has no row, since the reference does not say it."""
+        request, names, groups = self.request, {row.name for row in rows}, {row.group for row in rows}
+        wanted = [EMBEDDING, FINAL_NORM] if request.per_layer else []
+        absent = [name for name in (*wanted, "logits", "token losses", "loss") if name not in names]
+        if not request.forward_only:
+            absent += [] if "gradients" in groups else ["gradients"]
+            if "steps" not in groups:
+                absent += ["optimizer steps"] if self.recording is not None and request.num_steps is None else []
+            elif "weights" not in groups:
+                absent.append("weights after the steps")
+        return absent
+
     def _activation_rows(self, theirs: ReferenceStep) -> list[Row]:
-        if theirs.activations is None:
-            raise UsageError(
-                f"--per-layer: got no activations in {self.recording and self.recording.path / 'forward.npz'}, expected"
-                " act/embedding_out, act/layer_0_attn_out, ...; fix: leave it out, or record them"
-            )
-        program = self.program
+        found, program = theirs.activations or {}, self.program
         if program.mesh.shape["pp"] > 1:
             self.say("layer by layer without the pipeline, on the devices of its first stage")
             program = build_program(_one_stage(program.config), list(program.mesh.devices[0].flat))
         ours = activations(program, self.weights, self.batch)
         rows = []
         for name, value in ours.items():
-            if name in theirs.activations:
-                error, mean, place = errors(value, theirs.activations[name])
+            if name in found:
+                error, mean, place = errors(value, found[name])
                 note = f"at {list(place)}"
                 rows.append(Row("activations", name, error, mean, self.tolerances["activations"], note))
         return rows
 
     def _forward_rows(self, theirs: ReferenceStep) -> list[Row]:
+        if theirs.logits is None and theirs.token_losses is None and theirs.loss is None:
+            return []
         logits, losses = forward(self.program, self.weights, self.batch)
         mask = self.batch["loss_mask"]
         loss = float((losses * mask).sum() / max(float(mask.sum()), 1.0))
@@ -807,14 +834,21 @@ def recorded_optimizer(config: Config, settings: Mapping[str, Any], num_steps: i
     names = {"warmup_steps": "lr_warmup_iters", "decay_steps": "lr_decay_iters"}
     known = {"lr", "min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", *names}
     try:
-        values = {names.get(name, name): value for name, value in said.items() if name in known}
+        values = {names.get(n, n): _number(n, value, n in names) for n, value in said.items() if n in known}
         optimizer = OptimizerConfig(lr_decay_style="cosine", **values)
-        micro = int(settings.get("micro_batch", config.training.micro_batch_size))
-    except (TypeError, ValueError, AttributeError) as error:
+        micro = _number("micro_batch", settings.get("micro_batch", config.training.micro_batch_size), True)
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(f"config.json of the recorded steps: {error}; fix: record them again") from error
     say("steps: optimizer as recorded, " + ", ".join(f"{name} {value}" for name, value in values.items()))
     training = dataclasses.replace(config.training, train_iters=num_steps, train_samples=None, micro_batch_size=micro)
     return dataclasses.replace(config, optimizer=optimizer, training=training)
+
+
+def _number(name: str, value: Any, whole: bool) -> Any:
+    """Returns a value of a JSON file that must be a finite number, or a whole one."""
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not abs(value) < math.inf:
+        raise ValueError(f"{name}: got {value!r}, expected a {'whole ' if whole else ''}number")
+    return value if whole else float(value)
 
 
 # ---- in words -----------------------------------------------------------------------------------------------------

@@ -198,7 +198,9 @@ def test_weights_of_every_format_are_read_to_the_last_bit(tmp_path):
         (["recorded", GPT, *OPTIONS[GPT], "--vocab-size", "120"], "fix: --vocab-size 128"),
         (["recorded", GPT, *OPTIONS[GPT], "--devices", "9"], "--devices: got 9, expected 1 to 8"),
         (["recorded", GPT, *OPTIONS[GPT], "--devices", "4"], "4 data-parallel ranks for 2 sequences"),
-        (["recorded", GPT, *OPTIONS[GPT], "--loss-tolerance", "-1"], "--loss-tolerance: got -1.0, expected at least 0"),
+        (["recorded", "nowhere", "--loss-tolerance", "-1"], "--loss-tolerance: got -1.0, expected at least 0"),
+        (["recorded", "nowhere", "--weights-tolerance", "nan"], "--weights-tolerance: got nan, expected at least 0"),
+        (["recorded", "nowhere", "--logits-tolerance", "inf"], "--logits-tolerance: got inf, expected at least 0"),
         (["recorded", GPT, *OPTIONS[GPT], "--weights", "nowhere"], "nowhere"),
         (["recorded", GPT, "--num-sequences", "4"], "--num-sequences: has no meaning here: the recorded batch"),
         (["recorded", GPT, "--num-steps", "-1"], "--num-steps: got -1, expected at least 0"),
@@ -236,6 +238,39 @@ def replace(file, **arrays):
             "act/layer_1_out: got [3], expected",
         ),
         (lambda f: (f / "config.json").write_text('{"optimizer": 3}'), "config.json of the recorded steps"),
+        (
+            lambda f: (f / "config.json").write_text('{"optimizer": {"lr": "fast"}}'),
+            "lr: got 'fast', expected a number",
+        ),
+        (
+            lambda f: (f / "config.json").write_text('{"optimizer": {"decay_steps": 2.5}}'),
+            "decay_steps: got 2.5, expected a whole number",
+        ),
+        (
+            lambda f: (f / "config.json").write_text('{"optimizer": {"lr": 1}, "micro_batch": "2"}'),
+            "micro_batch: got '2', expected a whole number",
+        ),
+        (lambda f: replace(f / "forward.npz", loss=np.zeros(3)), "loss: got [3], expected one number"),
+        (lambda f: replace(f / "forward.npz", loss=np.array("low")), "loss: got values of <U3, expected numbers"),
+        (lambda f: replace(f / "forward.npz", **{"batch/tokens": np.full((2, 32), "a")}), "batch/tokens: got values"),
+        (
+            lambda f: replace(f / "forward.npz", **{"batch/tokens": np.full((2, 32), 0.5)}),
+            "batch/tokens: got values of float64, expected whole numbers",
+        ),
+        (
+            lambda f: replace(f / "forward.npz", **{"batch/labels": np.full((2, 32), 2**32 + 5)}),
+            "expected 0 to 127",
+        ),
+        (lambda f: replace(f / "forward.npz", **{"batch/loss_mask": np.full((2, 32), "1")}), "batch/loss_mask: got"),
+        (
+            lambda f: replace(f / "forward.npz", **{"act/layer_1_out": np.full((32, 2, 64), "a")}),
+            "act/layer_1_out: got values of <U1, expected numbers",
+        ),
+        (
+            lambda f: replace(f / "trajectory.npz", tokens=np.full((20, 8, 33), 1.5)),
+            "trajectory.npz: tokens: got values of float64, expected whole numbers",
+        ),
+        (lambda f: replace(f / "trajectory.npz", loss=np.full(20, "low")), "loss: got values of <U3, expected numbers"),
     ],
 )
 def test_damaged_recordings_are_one_message_and_status_2(tmp_path, capsys, damage, expected, monkeypatch):
@@ -248,13 +283,45 @@ def test_damaged_recordings_are_one_message_and_status_2(tmp_path, capsys, damag
     assert expected in capsys.readouterr().err
 
 
-def test_layers_that_were_not_recorded_are_said(tmp_path, capsys):
+def only(tmp_path: Path, kept) -> Path:
+    """A copy of recordings of whose forward.npz there is only what `kept` says of its name."""
     folder = tmp_path / "gpt_gelu"
     shutil.copytree(GPT, folder)
-    arrays = {name: value for name, value in recorded("gpt_gelu", "forward").items() if not name.startswith("act/")}
-    np.savez(folder / "forward.npz", **arrays)
-    assert against(folder, "--per-layer", options=OPTIONS[GPT]) == 2
-    assert "--per-layer: got no activations" in capsys.readouterr().err
+    np.savez(folder / "forward.npz", **{n: value for n, value in recorded("gpt_gelu", "forward").items() if kept(n)})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        (lambda name: not name.startswith("act/"), "--per-layer: got no activations in "),
+        (lambda name: name != "act/layer_1_attn_out", "--per-layer: got no layer 1 attention in "),
+        (lambda name: not name.startswith("act/layer_3"), "got no layer 3 attention, layer 3 mlp, layer 3 output in "),
+        (lambda name: not name.endswith("_mlp_out"), "got no layer 0 mlp, layer 1 mlp, layer 2 mlp, layer 3 mlp in "),
+    ],
+)
+def test_layers_that_were_not_recorded_are_refused_by_name(tmp_path, capsys, kept, expected):
+    assert against(only(tmp_path, kept), "--per-layer", options=OPTIONS[GPT]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_recording_of_nothing_but_tokens_is_not_called_equal(tmp_path, capsys):
+    folder = only(tmp_path, lambda name: name.startswith("batch/"))
+    assert against(folder, "--forward-only", options=OPTIONS[GPT]) == 2
+    captured = capsys.readouterr()
+    assert "equal" not in captured.out
+    assert "nothing to compare: got none of it in " in captured.err
+    assert "expected logits, token_loss, loss or (without --forward-only) gradients; fix: " in captured.err
+
+
+def test_what_was_not_recorded_is_said(tmp_path, capsys, monkeypatch):
+    folder = only(tmp_path, lambda name: name.startswith("batch/"))
+    (folder / "trajectory.npz").unlink()
+    monkeypatch.setattr(
+        compare_reference.Comparison, "_gradient_rows", lambda *_: [Row("gradients", "leaf", 0.0, 0.0, 1.0)]
+    )
+    assert against(folder, options=OPTIONS[GPT]) == 0
+    assert "\nnot compared: logits, token losses, loss, optimizer steps\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
