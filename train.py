@@ -11,7 +11,7 @@ import os
 import sys
 
 from jmegatron.config import Config, parse_or_exit
-from jmegatron.errors import TrainingError, UsageError
+from jmegatron.errors import NothingFits, TrainingError, UsageError
 from jmegatron.training.job import Job
 
 
@@ -36,7 +36,8 @@ def main(argv: list[str], job: Job | None = None) -> int:
         job.close()
         return 0
     except UsageError as error:
-        status, text = 2, f"error: {error}"
+        nothing_fits = config.hardware.dry_run and isinstance(error, NothingFits)
+        status, text = 3 if nothing_fits else 2, f"error: {error}"
     except TrainingError as error:
         status, text = 1, f"error: {error}"
     except BrokenPipeError:

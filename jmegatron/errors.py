@@ -16,6 +16,10 @@ class ConfigError(UsageError):
     """An option is unknown, has the wrong type, or does not fit together with another one."""
 
 
+class NothingFits(ConfigError):
+    """No layout of the model fits the GPUs; a dry run ends with status 3 then."""
+
+
 class DataFileError(UsageError):
     """A data or tokenizer file is missing, damaged, foreign, or of another version."""
 

@@ -8,20 +8,24 @@ Figures are those of the closed forms (`jmegatron/planner/README.md` states what
 of XLA's compiler for these GPUs. Further options are those of train.py and stay as they are given; what the file says
 of the options that `--auto-parallel` decides is left out.
 
-Exit status: 0 done, 1 the compiler failed, 2 an option or a file cannot be used, 3 no layout fits (it says what came
-nearest, and what would help).
+Exit status: 0 done, 1 the compiler failed or standard output cannot be written, 2 an option or a file cannot be used,
+3 no layout fits (it says what came nearest, and what would help), 130 Ctrl-C, 141 nobody reads what it prints.
 """
 
 import argparse
 import dataclasses
+import errno
 import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from jmegatron.config import Config, load_config, resolve
 from jmegatron.config.sections import PLANNED
+from jmegatron.data.files import atomic_output
+from jmegatron.data.script import run_script
 from jmegatron.errors import ConfigError, TrainingError, UsageError
 from jmegatron.planner import formulas
 from jmegatron.planner.cards import CARDS, card
@@ -36,11 +40,19 @@ _EXAMPLES = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit status."""
     given, rest = _parser().parse_known_args(arguments)
+    found: list[int] = []
     try:
-        return run(given, rest)
-    except (UsageError, TrainingError) as error:
-        print(f"plan.py: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+        return run_script(lambda: found.append(run(given, rest))) or found[0]
+    except TrainingError as error:
+        wrong = str(error)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        # Files say so themselves. At exit Python would try to write the rest once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        wrong = f"standard output cannot be written ({error.strerror})"
+    print(f"error: {wrong}", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,10 +90,15 @@ def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
     if not 0 <= given.headroom < 1:
         raise ConfigError(f"--headroom: got {given.headroom}, expected at least 0 and less than 1")
     target = card(given.target_gpu)
+    if given.json is not None:
+        check_place(given.json)
     # Before jax is imported: its CUDA plugin, which is the compiler, fails its own checks without a GPU.
     os.environ["JAX_PLATFORMS"] = "cpu"
     from jmegatron.training.planning import expert_note, request_of
+    from jmegatron.training.xla_flags import check_environment
 
+    if given.compile_top:
+        check_environment()
     own = ["--config", given.model] if given.model is not None else []
     for name in ("global_batch_size", "seq_length"):
         if getattr(given, name) is not None:
@@ -222,7 +239,7 @@ def miss_lines(found: Plan) -> list[str]:
     ways = ways_out(found.request, NAMES)
     return [
         *lines,
-        "what would help:" if ways else "64 times as many GPUs would not help",
+        "what would help:" if ways else "up to 64 times as many GPUs would not help",
         *(f"  {way}" for way in ways),
     ]
 
@@ -261,6 +278,22 @@ def compile_first(config: Config, candidates: Sequence[Candidate]) -> list[dict[
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------
+def check_place(path: str) -> None:
+    """Checks that a plan can be written there.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    file = Path(path)
+    if not path or file.is_dir():
+        raise UsageError(f"--json: got {path!r}, expected a file, no folder; fix: give the name of a file")
+    if not os.access(file.parent, os.W_OK):
+        raise UsageError(
+            f"--json {path}: cannot be written, there is no folder {file.parent} that may be written to; fix: make it,"
+            " or give another place"
+        )
+
+
 def write(path: str, found: Plan, top: int, compiled: list[dict[str, Any]]) -> None:
     """Writes the plan.
 
@@ -287,12 +320,16 @@ def write(path: str, found: Plan, top: int, compiled: list[dict[str, Any]]) -> N
         "rejected": _first_of_each(found.rejected),
         "compiled": compiled,
     }
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, allow_nan=False)
-            file.write("\n")
-    except OSError as error:
-        raise UsageError(f"--json {path}: cannot be written ({error.strerror or error})") from None
+    text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
+        # What a pipe or a link leads to must stay what it is.
+        try:
+            Path(path).write_bytes(text)
+        except OSError as error:
+            raise UsageError(f"--json {path}: cannot be written ({error.strerror or error})") from None
+        return
+    with atomic_output(path) as file:
+        file.write(text)
 
 
 def _record(one: Candidate) -> dict[str, Any]:

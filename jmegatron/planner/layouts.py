@@ -449,7 +449,7 @@ def ways_out(request: Request, names: Mapping[str, str] | None = None) -> list[s
     everything = f" and leave {', '.join(called)} out" if called else ""
     if not found and called:
         found += _way(free, f"leave {', '.join(called)} out")
-    more = [replace(request, num_gpus=request.num_gpus * factor) for factor in (2, 4, 8, 16, 32, 64)]
+    more = [replace(request, num_gpus=count) for count in _larger_counts(request.num_gpus, request.gpus_per_node)]
     larger = [
         replace(request, card=card)
         for card in sorted(CARDS.values(), key=lambda card: card.memory_bytes)
@@ -460,6 +460,17 @@ def ways_out(request: Request, names: Mapping[str, str] | None = None) -> list[s
         tries += [(replace(one, fixed={}), what + everything) for one, what in tries if called]
         found += next((way for way in itertools.starmap(_way, tries) if way), [])
     return found
+
+
+def _larger_counts(num_gpus: int, gpus_per_node: int) -> list[int]:
+    """Returns numbers of GPUs to try, up to 64 times as many: the next whole node, multiples, and powers of two."""
+    found = {(num_gpus // gpus_per_node + 1) * gpus_per_node}
+    found |= {num_gpus * 2**i for i in range(1, 7)} | {2**i for i in range((64 * num_gpus).bit_length())}
+    return sorted(
+        count
+        for count in found
+        if num_gpus < count <= 64 * num_gpus and (count <= gpus_per_node or count % gpus_per_node == 0)
+    )
 
 
 def _without(fixed: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -232,6 +232,7 @@ def _overlap(report: Report) -> Iterator[str]:
         return
     yield ""
     yield "WHAT RUNS BESIDE THE TRANSFERS"
+    shown = [row for row in report["overlap"] if row["link_s"] >= 1e-5 or row["hidden"]]
     yield from table(
         ["axes", "kind", "beside", "places", "runs", "bytes", "at link speed"],
         [
@@ -244,10 +245,11 @@ def _overlap(report: Report) -> Iterator[str]:
                 gigabytes(row["bytes"]),
                 seconds(row["link_s"]),
             ]
-            for row in report["overlap"]
-            if row["link_s"] >= 1e-5 or row["hidden"]
+            for row in shown
         ],
     )
+    if short := len(report["overlap"]) - len(shown):
+        yield f"  {short} more below 0.01 ms: report.json"
     exposed = report["exposed"]
     if exposed is not None:
         kinds = ", ".join(f"{kind} {seconds(value)}" for kind, value in exposed["by_kind_s"].items() if value >= 5e-5)
@@ -340,7 +342,7 @@ def _verdict(report: Report) -> Iterator[str]:
     usable = gigabytes(report["target"]["usable_bytes"])
     yield f"It does not fit: {gigabytes(memory['peak'])}, and {usable} may be used."
     if not report["proposals"]:
-        yield "No layout on these GPUs fits by the closed forms: take more GPUs, another card, or a smaller model."
+        yield "No layout on these GPUs was found that fits: take more GPUs, another card, or a smaller model."
         return
     yield "Changes with which it fits, the fastest first:"
     for i, row in enumerate(report["proposals"]):

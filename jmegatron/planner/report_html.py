@@ -146,7 +146,7 @@ def _proposals(report: Report) -> Iterator[str]:
         return
     yield "<h2>What would fit</h2>"
     if not report["proposals"]:
-        yield "<p>No layout on these GPUs fits by the closed forms: more GPUs, another card, or a smaller model.</p>"
+        yield "<p>No layout on these GPUs was found that fits: more GPUs, another card, or a smaller model.</p>"
         return
     rows = []
     for i, row in enumerate(report["proposals"]):

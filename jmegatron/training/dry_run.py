@@ -20,9 +20,11 @@ Exit status: 0 it fits, 3 it does not.
 import contextlib
 import dataclasses
 import datetime
+import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,6 +36,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jmegatron.config import Config, config_from_yaml, resolve, to_yaml, validate_for_devices
+from jmegatron.data.files import atomic_outputs
 from jmegatron.data.tokenizers import build_tokenizer, tokenizer_settings
 from jmegatron.errors import TrainingError, UsageError
 from jmegatron.planner import cards, costs, formulas, hlo, hlo_schedule, memory, report, report_html, times
@@ -47,12 +50,11 @@ from jmegatron.training.build import (
     layer_parallel,
     pipeline_settings,
 )
-from jmegatron.training.planning import auto_parallel
+from jmegatron.training.planning import auto_parallel, check_assumed_tflops
 from jmegatron.training.program import Program, build_program
 from jmegatron.training.proposals import candidates
-from jmegatron.training.report import unwritable
 from jmegatron.training.startup import check_writable_folder, versions
-from jmegatron.training.xla_flags import check_environment
+from jmegatron.training.xla_flags import check_environment, parse
 
 DOES_NOT_FIT = 3
 """Exit status where the step needs more memory than the card has."""
@@ -62,6 +64,7 @@ ASSUMED_VOCABULARY = 50257
 """Of GPT-2; where the tokenizer's files are not here."""
 MAX_BOXES = 3000
 """Boxes of the pipeline picture; the middle of longer schedules is left out."""
+REPORT_FILES = ("report.json", "report.html")
 _SAY_EVERY = 10.0
 NUM_PROPOSALS = 3
 _MAX_COMPILED_CANDIDATES = 8
@@ -76,12 +79,24 @@ def run(config: Config, say: Callable[[str], None] = lambda text: print(text, fl
       say: prints a line.
 
     Raises:
-      UsageError: the options do not fit together, or the report cannot be written.
-      TrainingError: the compiler failed.
+      UsageError: the options do not fit together, nothing fits, or the report cannot be written.
+      TrainingError: the compiler failed, or standard output cannot be written.
     """
+    try:
+        return _run(config, say)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        # Files say so themselves. At exit Python would try to write the rest once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise TrainingError(f"standard output cannot be written ({error.strerror})") from error
+
+
+def _run(config: Config, say: Callable[[str], None]) -> int:
     check_environment()
+    parse(config.hardware.xla_flags or "", "--xla-flags")
     if config.hardware.report is not None:
-        check_writable_folder(config.hardware.report, "report")
+        _check_report(config.hardware.report)
     config, notes = resolve_for_dry_run(config)
     result = formula_figures(config)
     result["notes"] = [*notes, *result["notes"]]
@@ -92,6 +107,8 @@ def run(config: Config, say: Callable[[str], None] = lambda text: print(text, fl
     said = len(result["notes"])
     if "unavailable" in found:
         result["notes"].append(f"closed forms alone, nothing was compiled: {found['unavailable']}")
+        if config.hardware.xla_flags:
+            result["notes"].append("--xla-flags: whether XLA knows the options is not checked without the compiler")
     else:
         add_compiled(result, found)
     for note in result["notes"][said:]:
@@ -107,22 +124,34 @@ def run(config: Config, say: Callable[[str], None] = lambda text: print(text, fl
     return 0 if result["memory"]["fits"] else DOES_NOT_FIT
 
 
+def _check_report(folder: str) -> None:
+    """Checks that the files of the report can be written.
+
+    Raises:
+      UsageError: they cannot.
+    """
+    if not folder:
+        raise UsageError("--report: got '', expected a folder; fix: give one, or leave --report out")
+    check_writable_folder(folder, "report")
+    for name in REPORT_FILES:
+        if (Path(folder) / name).is_dir():
+            raise UsageError(
+                f"--report {folder}: {name} in it is a folder, expected a file or nothing; fix: give another folder"
+            )
+
+
 def write(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes report.json and report.html and returns their paths.
+    """Writes report.json and report.html, both or none, and returns their paths.
 
     Raises:
       UsageError: that fails.
     """
-    texts = {
-        "report.json": json.dumps(result, indent=1, allow_nan=False) + "\n",
-        "report.html": report_html.page(result),
-    }
-    try:
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise unwritable("report", str(folder), error) from error
-    return [folder / name for name in texts]
+    texts = (json.dumps(result, indent=1, allow_nan=False) + "\n", report_html.page(result))
+    paths = [folder / name for name in REPORT_FILES]
+    with atomic_outputs(*paths) as files:
+        for file, text in zip(files, texts, strict=True):
+            file.write(text.encode())
+    return paths
 
 
 # ---- what is compiled ---------------------------------------------------------------------------------------------
@@ -147,6 +176,7 @@ def resolve_for_dry_run(config: Config) -> tuple[Config, list[str]]:
       UsageError: the options do not fit together or the GPUs.
     """
     notes, vocab, hardware = [], config.model.vocab_size, config.hardware
+    check_assumed_tflops(config, cards.card(hardware.target_gpu))
     if hardware.num_gpus is None:
         if config.parallel.auto_parallel:
             raise UsageError("--auto-parallel: a dry run needs to know for how many GPUs; fix: give --num-gpus")
@@ -159,7 +189,8 @@ def resolve_for_dry_run(config: Config) -> tuple[Config, list[str]]:
                 vocab = build_tokenizer(**tokenizer_settings(config.data)).vocab_size
                 why = f"of {config.data.tokenizer_type}, as training would take"
             except UsageError as error:
-                vocab, why = ASSUMED_VOCABULARY, f"assumed, of GPT-2: {' '.join(str(error).split())[:200]}"
+                wrong = re.split(r";? fix:", " ".join(str(error).split()))[0]
+                vocab, why = ASSUMED_VOCABULARY, f"assumed, of GPT-2: {wrong}"
             notes.append(f"vocabulary: {vocab} ({why}); --vocab-size gives another")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab))
     config = resolve(config)
@@ -735,8 +766,9 @@ class _Progress:
         self._thread.join()
 
     def _repeat(self) -> None:
-        while not self._done.wait(_SAY_EVERY):
-            self._say(f"{self.phase}: {time.perf_counter() - self._start:.0f} s ...")
+        with contextlib.suppress(OSError):  # nobody reads, or the disk is full: the main thread's next line says so
+            while not self._done.wait(_SAY_EVERY):
+                self._say(f"{self.phase}: {time.perf_counter() - self._start:.0f} s ...")
 
 
 class _Log:
@@ -812,7 +844,14 @@ def proposals(config: Config, compile_them: bool, say: Callable[[str], None]) ->
         }
         if compile_them:
             say(f"trying {candidate.flags} (estimated {candidate.step_s:.3g} s a step)")
-            figures = compile_elsewhere(candidate.config, say)
+            try:
+                figures = compile_elsewhere(candidate.config, say)
+            except (TrainingError, UsageError) as error:
+                say(f"  left out: {' '.join(str(error).split())}")
+                continue
+            if "unavailable" in figures:
+                say(f"  left out: {figures['unavailable']}")
+                continue
             row |= {
                 "compiled": True,
                 "peak": figures["memory"]["peak"],

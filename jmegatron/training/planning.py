@@ -9,7 +9,7 @@ from typing import Any
 
 from jmegatron.config import Config, layer_split_of, padded_vocab_size, validate
 from jmegatron.config.options import flag_of, options, problem
-from jmegatron.errors import ConfigError
+from jmegatron.errors import ConfigError, NothingFits
 from jmegatron.planner import cards
 from jmegatron.planner.costs import Layout
 from jmegatron.planner.layouts import SPLIT_FIELDS, Candidate, Plan, Request, describe, plan, ways_out
@@ -58,8 +58,9 @@ def request_of(config: Config, num_gpus: int, card: cards.Card, **more: Any) -> 
       more: further fields of `Request`.
 
     Raises:
-      ConfigError: the global batch or the vocabulary is not known.
+      ConfigError: the global batch or the vocabulary is not known, or the card cannot be as fast as is assumed.
     """
+    check_assumed_tflops(config, card)
     model, hardware, batch = config.model, config.hardware, config.training.global_batch_size
     for name, value in (("global_batch_size", batch), ("vocab_size", model.vocab_size)):
         if value is None:
@@ -206,7 +207,8 @@ def auto_parallel(config: Config, num_gpus: int, device_kind: str = "") -> tuple
       device_kind: of the devices; where it is no card that is known, `target_gpu` is planned for.
 
     Raises:
-      ConfigError: nothing fits, or the batch is not known.
+      NothingFits: nothing fits.
+      ConfigError: the batch is not known, or no card is as fast as is assumed.
     """
     card = cards.card_of_device_kind(device_kind)
     note = [] if card or not device_kind else [f"auto-parallel: {device_kind!r} is no GPU that is known, so it is"]
@@ -225,7 +227,21 @@ def auto_parallel(config: Config, num_gpus: int, device_kind: str = "") -> tuple
     ]
 
 
-def _nothing_fits(config: Config, found: Plan) -> ConfigError:
+def check_assumed_tflops(config: Config, card: cards.Card) -> None:
+    """Checks that a card can be as fast as is assumed.
+
+    Raises:
+      ConfigError: it cannot.
+    """
+    assumed, peak = config.hardware.assumed_tflops, card.peak_bf16_flops / 1e12
+    if assumed is not None and assumed > peak:
+        raise ConfigError(
+            f"--assumed-tflops: got {assumed:g}, expected at most {peak:g}, {card.name}'s dense peak; fix: give the"
+            " TFLOP/s that a GPU reaches end to end"
+        )
+
+
+def _nothing_fits(config: Config, found: Plan) -> NothingFits:
     request, miss = found.request, found.nearest_miss
     fixed = [f"{name} {_value(config, name)}" for name in config.fixed_options]
     if miss is not None:
@@ -234,10 +250,11 @@ def _nothing_fits(config: Config, found: Plan) -> ConfigError:
         reasons = sorted({f"{one.what}: {one.reason}" for one in found.rejected})
         got = "; ".join(reasons[:3]) or "no layout"
     ways = ways_out(request, NAMES)
-    return problem(
+    found_problem = problem(
         f"No layout fits {request.num_gpus} x {request.card.name}.",
         where=("auto_parallel", *config.fixed_options),
         got=got + (f"; fixed: {', '.join(fixed)}" if fixed else ""),
         expected=f"a layout of which {100 * (1 - request.headroom):.0f} % of a card's memory hold a step",
         fix="; or ".join(ways) if ways else "use more GPUs, or a smaller model",
     )
+    return NothingFits(str(found_problem))

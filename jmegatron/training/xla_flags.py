@@ -24,13 +24,11 @@ from jmegatron.mesh import PIPELINE_AXIS, SEQUENCE_AXIS
 Value = bool | int | float | str
 
 _PROBE_SECONDS = 60
-# In every jaxlib that is supported: no process has to be started to find that out.
-_ALWAYS_KNOWN = {
-    "xla_force_host_platform_device_count",
-    "xla_gpu_autotune_level",
-    "xla_backend_optimization_level",
-    "xla_gpu_enable_latency_hiding_scheduler",
-}
+# In every jaxlib that is supported, with such values: no process has to be started to find that out.
+_ALWAYS_KNOWN = re.compile(
+    r"--xla_(force_host_platform_device_count|gpu_autotune_level|backend_optimization_level)=\d{1,9}"
+    r"|--xla_gpu_enable_latency_hiding_scheduler(=(true|false))?"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,14 +169,13 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
       ConfigError: it will not.
     """
     text = environment.get("XLA_FLAGS", "")
-    names = {word.lstrip("-").partition("=")[0] for word in text.split()}
-    if names <= _ALWAYS_KNOWN:
+    if all(_ALWAYS_KNOWN.fullmatch(word) for word in text.split()):
         return
     reason = _refusal(text)
     if reason is not None:
         raise ConfigError(
             f"XLA_FLAGS={text!r}: jaxlib {_jaxlib_version()} refuses it ({reason}); expected options of the installed"
-            " version; fix: correct or remove it, --xla-flags names the option that is wrong"
+            " version, with values they take; fix: correct or remove it, --xla-flags names the option that is wrong"
         )
 
 
@@ -194,6 +191,6 @@ def _refusal(flags: str) -> str | None:
         return None  # nothing learned; jaxlib itself will say
     if done.returncode == 0:
         return None
-    match = re.search(r"(Unknown flags? in XLA_FLAGS: .*)", done.stderr)
+    match = re.search(r"(Unknown flags? in XLA_FLAGS: .*|Couldn't interpret value .*)", done.stderr)
     last = done.stderr.strip().splitlines()[-1:] or [f"ended with status {done.returncode}"]
     return match[1].strip() if match else last[0][:300]

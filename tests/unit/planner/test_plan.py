@@ -1,9 +1,13 @@
 """scripts/plan.py and --auto-parallel: what they print, write and refuse, and that a run can be started from it."""
 
 import dataclasses
+import errno
 import importlib.util
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -11,7 +15,7 @@ import pytest
 
 from jmegatron.config import config_from_yaml, load_config, to_yaml
 from jmegatron.config.sections import PLANNED
-from jmegatron.errors import ConfigError
+from jmegatron.errors import ConfigError, TrainingError
 from jmegatron.planner import cards, layouts
 from jmegatron.training import planning
 from jmegatron.training.build import formula_layout
@@ -92,6 +96,7 @@ def test_a_model_that_fits_nowhere_ends_with_3_the_nearest_miss_and_what_would_h
         (["--num-gpus", "8", "--top", "-1"], "--top"),
         (["--num-gpus", "8", "--num-layerz", "4"], "num-layers"),
         (["--num-gpus", "8", "--assumed-tflops", "0"], "assumed_tflops is out of range"),
+        (["--num-gpus", "8", "--assumed-tflops", "1e9"], "at most 989, h100's dense peak"),
         (["--num-gpus", "8", "--model", "nowhere.yaml"], "nowhere.yaml"),
         (["--num-gpus", "8", *TINY], "global_batch_size"),
     ],
@@ -107,8 +112,72 @@ def test_bad_input_ends_with_2_and_one_message(words, message, capsys, monkeypat
 
 def test_a_file_that_cannot_be_written_ends_with_2(capsys, tmp_path):
     words = [*TINY, *ONE_WAY, "--num-gpus", "8", "--global-batch-size", "8"]
-    assert run(*words, "--json", str(tmp_path / "no" / "plan.json")) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    for place in (str(tmp_path / "no" / "plan.json"), str(tmp_path), ""):
+        assert run(*words, "--json", place) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith("error: --json")
+        assert captured.err.count("\n") == 1
+        assert not captured.out  # nothing was planned
+
+
+def test_a_plan_is_written_whole_or_not_at_all(capsys, tmp_path, monkeypatch):
+    words = [*TINY, *ONE_WAY, "--num-gpus", "8", "--global-batch-size", "8", "--json", str(tmp_path / "plan.json")]
+    assert run(*words) == 0
+    before = (tmp_path / "plan.json").read_bytes()
+
+    def full(*_):
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert run(*words) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    assert (tmp_path / "plan.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (TrainingError("the compiler ended"), 1, "error: the compiler ended"),
+        (ConfigError("no"), 2, "error: no"),
+    ],
+)
+def test_an_end_before_the_plan_is_one_line_and_a_status(error, status, said, capsys, monkeypatch):
+    program = script()
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(program, "run", fail)
+    assert program.main(["--num-gpus", "8"]) == status
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize(("place", "status"), [("pipe", 141), ("/dev/full", 1)])
+def test_a_plan_that_nobody_can_read_ends_without_a_traceback(place, status):
+    words = [*TINY, *ONE_WAY, "--num-gpus", "8", "--global-batch-size", "8"]
+    if place == "pipe":
+        reader, out = os.pipe()
+        os.close(reader)
+    else:
+        out = os.open(place, os.O_WRONLY)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), *words]
+    try:
+        done = subprocess.run(
+            command, env=environment, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    finally:
+        os.close(out)
+    assert done.returncode == status, done.stderr
+    assert done.stderr.count("\n") <= 1
+
+
+def test_what_would_help_a_number_of_gpus_that_divides_nothing_is_the_next_node(capsys):
+    fixed = ["--tensor-model-parallel-size", "4"]
+    assert run(*TINY, *fixed, *ONE_WAY, "--num-gpus", "7", "--global-batch-size", "8") == 3
+    assert "  take 8 GPUs: tp 4" in capsys.readouterr().out
 
 
 def test_without_the_gpu_compiler_one_line_says_that_nothing_is_compiled(capsys, monkeypatch):

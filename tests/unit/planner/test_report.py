@@ -105,6 +105,16 @@ def test_the_text_has_the_same_peak_bubble_and_step(figures):
     assert "custom-call.7" in text
 
 
+def test_transfers_too_short_to_be_shown_are_counted(figures):
+    changed = copy.deepcopy(figures)
+    short = {**changed["overlap"][0], "link_s": 9e-6, "hidden": False, "kind": "short-one"}
+    assert not any("below 0.01 ms" in line for line in report.text_lines({**changed, "overlap": [short][:0]}))
+    changed["overlap"] = [{**changed["overlap"][0], "link_s": 1e-3}, short, short]
+    text = "\n".join(report.text_lines(changed))
+    assert "  2 more below 0.01 ms: report.json" in text
+    assert "short-one" not in text
+
+
 def test_closed_forms_alone_say_so_in_text_and_page():
     figures = report_of(compiled=False)
     assert "CLOSED FORMS ALONE" in "\n".join(report.text_lines(figures))

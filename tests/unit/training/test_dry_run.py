@@ -5,6 +5,9 @@ import json
 import os
 import re
 import stat
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -102,7 +105,10 @@ def test_what_the_line_leaves_open_is_assumed_and_said(tmp_path, monkeypatch):
     missing = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere/tokenizer.json"]
     config, notes = dry_run.resolve_for_dry_run(load_config([*GUIDE, *ON_512, *missing]))
     assert config.model.vocab_size == dry_run.ASSUMED_VOCABULARY
-    assert any("assumed, of GPT-2" in note and "nowhere/tokenizer.json" in note for note in notes)
+    assumed = [note for note in notes if "assumed, of GPT-2" in note and "nowhere/tokenizer.json" in note]
+    assert len(assumed) == 1
+    assert "fix:" not in assumed[0]
+    assert assumed[0].endswith("--vocab-size gives another")
     _, notes = dry_run.resolve_for_dry_run(load_config([*GUIDE, "--dry-run"]))
     assert any("--num-gpus is not given: 32" in note for note in notes)
 
@@ -152,6 +158,29 @@ def test_options_of_a_dry_run_are_refused_without_one(words):
         load_config([*plain, *words])
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--report", ""], "--report"),
+        (["--assumed-tflops", "1e9"], "expected at most 989, h100's dense peak"),
+        (["--xla-flags", "fast=true"], "is no option of XLA"),
+        (["--xla-flags", "xla_a=1 xla_a=2"], "comes twice"),
+    ],
+)
+def test_what_cannot_be_ends_with_2_before_anything_is_compiled(words, named, monkeypatch, capsys):
+    monkeypatch.setattr(dry_run, "compile_elsewhere", lambda *_: pytest.fail("compiled"))
+    assert train.main([*SMALL, *words]) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", dry_run.REPORT_FILES)
+def test_a_folder_in_the_place_of_a_report_ends_with_2_before_anything_is_compiled(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(dry_run, "compile_elsewhere", lambda *_: pytest.fail("compiled"))
+    (tmp_path / name).mkdir()
+    assert train.main([*SMALL, "--report", str(tmp_path)]) == 2
+    assert f"{name} in it is a folder" in capsys.readouterr().err
+
+
 # ---- without the compiler -------------------------------------------------------------------------------------------
 def test_without_the_plugin_the_closed_forms_alone_are_printed_and_labelled(no_compiler, tmp_path):
     status, text = said([*SMALL, "--report", str(tmp_path)])
@@ -170,6 +199,41 @@ def test_what_does_not_fit_ends_with_3_and_the_first_proposal_fits(no_compiler):
     proposed = re.findall(r"^  \d\. (--.*?)(?: \(.*\))?$", text, re.MULTILINE)
     assert len(proposed) == 3
     assert said([*too_large, *proposed[0].split()])[0] == 0
+
+
+def test_planned_layouts_of_which_none_fits_end_with_3_as_without_a_plan(no_compiler, capsys):
+    words = [*LARGE, "--num-layers", "101", "--micro-batch-size", "1", "--dry-run", "--num-gpus", "8"]
+    assert train.main(words) == 3
+    assert "No layout on these GPUs was found that fits" in capsys.readouterr().out
+    assert train.main([*words, "--auto-parallel"]) == 3
+    assert capsys.readouterr().err.startswith("train.py: error: No layout fits 8 x h100")
+
+
+def test_options_of_xla_are_said_to_be_unchecked_without_the_compiler(no_compiler):
+    status, text = said([*SMALL, "--xla-flags", "xla_of_next_year=1"])
+    assert status == 0
+    assert "--xla-flags: whether XLA knows the options is not checked without the compiler" in text
+
+
+@pytest.mark.parametrize(
+    ("failure", "why"), [(TrainingError("the compiler ended"), "the compiler ended"), ({"unavailable": "gone"}, "gone")]
+)
+def test_a_proposal_that_cannot_be_compiled_is_left_out_and_the_others_stay(failure, why, monkeypatch):
+    answers = iter([failure])
+
+    def compile_it(config, say):
+        answer = next(answers, {"memory": {"peak": 1e9, "parts": {}, "arguments": 0, "temporaries": 0}})
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(dry_run, "compile_elsewhere", compile_it)
+    words = [*LARGE, "--micro-batch-size", "1", "--dry-run", "--num-gpus", "8"]
+    config, _ = dry_run.resolve_for_dry_run(load_config(words))
+    lines = []
+    found = dry_run.proposals(config, True, lines.append)
+    assert len(found) == dry_run.NUM_PROPOSALS
+    assert [line for line in lines if "left out" in line] == [f"  left out: {why}"]
 
 
 def test_nothing_is_proposed_that_one_part_of_it_would_do():
@@ -213,6 +277,34 @@ def test_a_compiler_that_dies_is_one_message_with_its_last_words(script, words, 
     config, _ = dry_run.resolve_for_dry_run(load_config(SMALL))
     with pytest.raises(TrainingError, match=words):
         dry_run.compile_elsewhere(config, lambda line: None)
+
+
+def test_a_reader_that_has_gone_ends_the_progress_quietly_and_the_next_line_says_so(monkeypatch):
+    monkeypatch.setattr(dry_run, "_SAY_EVERY", 0.01)
+    died = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+
+    def closed(line):
+        raise BrokenPipeError
+
+    progress = dry_run._Progress(closed)
+    progress._thread.join(10)
+    assert not progress._thread.is_alive()
+    assert died == []
+    with pytest.raises(BrokenPipeError):
+        progress.begin("compiling")
+
+
+def test_a_full_disk_behind_standard_output_is_one_message():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(ROOT / "train.py"), *SMALL]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("train.py: error: standard output cannot be written")
+    assert "Traceback" not in done.stderr
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------

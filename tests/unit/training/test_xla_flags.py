@@ -69,3 +69,15 @@ def test_xla_flags_of_the_environment_are_refused_where_jaxlib_would_abort():
     check_environment({"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"})
     with pytest.raises(ConfigError, match=r"XLA_FLAGS.*Unknown flag.*xla_of_next_year"):
         check_environment({"XLA_FLAGS": "--xla_of_next_year=1"})
+
+
+@pytest.mark.parametrize("flag", ["--xla_gpu_autotune_level=abc", "--xla_force_host_platform_device_count=abc"])
+def test_a_known_option_of_the_environment_with_a_bad_value_is_one_message(flag):
+    with pytest.raises(ConfigError, match=r"XLA_FLAGS.*Couldn't interpret value abc") as raised:
+        check_environment({"XLA_FLAGS": flag})
+    assert "\n" not in str(raised.value)
+
+
+def test_known_options_with_good_values_start_no_process(monkeypatch):
+    monkeypatch.setattr(xla_flags, "_refusal", lambda flags: pytest.fail("asked"))
+    check_environment({"XLA_FLAGS": f"--xla_force_host_platform_device_count=8 --{SCHEDULER}=true --{SCHEDULER}"})
