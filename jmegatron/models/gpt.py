@@ -205,11 +205,14 @@ def _stacked_specs(
     places = np.asarray(pipeline.places) if pipeline.places else np.arange(s.num_layers)[None]
     per_chunk = places.shape[1] // pipeline.num_stages
     specs: Tree = {}
-    for settings in dict.fromkeys((s.layer, *s.place_settings)):
+    kinds = dict.fromkeys((s.layer, *s.place_settings))
+    # Where all layers have the same parameters the places of a chunk do not matter.
+    partial = partial_stacks(s.settings_at(per_chunk)) if partial_stacks(tuple(kinds)) else {}
+    for settings in kinds:
         of_layer = layer_specs(settings, parallel, kernel_init=init, output_init=output_init)
         for key, tree in of_layer.items():
             if key not in specs:
-                present = np.array(partial_stacks(s.settings_at(per_chunk)).get(key, (True,) * per_chunk))
+                present = np.array(partial.get(key, (True,) * per_chunk))
                 own = places.reshape(len(places), -1, per_chunk)[:, :, present].reshape(len(places), -1)
                 specs[key] = partition.stack(tree, own, pipeline.axis)
     return specs

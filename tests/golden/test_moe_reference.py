@@ -156,6 +156,8 @@ def test_loss_auxiliary_loss_and_every_gradient_equal_the_recorded_ones(layout):
     assert error <= GRADIENT_RELATIVE, f"gradient of {name} differs by {error:.2e}"
 
 
+# Not among them: capacity_1_drop_position. There the reference takes torch.topk of zeros and ones, which leaves open
+# what is kept among equals (recorded: expert 3 loses rows 2, 7, 9 ...); unit/moe has the rule that is ours.
 VARIANTS = {
     "alltoall": dict(),
     "top1_pre_softmax": dict(top_k=1, pre_softmax=True),
@@ -163,7 +165,6 @@ VARIANTS = {
     "scaling_2.5": dict(scaling_factor=2.5, pre_softmax=True),
     "global_aux_loss": dict(balancing="global_aux_loss"),
     "no_balancing": dict(balancing="none", coefficient=0.0),
-    "capacity_1_drop_position": dict(moe=dict(capacity_factor=1.0, drop_policy="position")),
     "capacity_1_pad": dict(moe=dict(capacity_factor=1.0, pad_to_capacity=True)),
     "capacity_0.5_drop_probs": dict(moe=dict(capacity_factor=0.5)),
     "router_fp64": dict(fp32=True),

@@ -143,7 +143,7 @@ def _call_offences(node: ast.Call) -> list[str]:
         name == "os.system",
         given.get("allow_pickle", "False") != "False",
         given.get("shell", "False") != "False",
-        "trust_remote_code" in given,
+        given.get("trust_remote_code", "False") != "False",
         name in ("np.load", "numpy.load") and "allow_pickle" not in given,
         name == "torch.load" and given.get("weights_only") != "True",
     ]

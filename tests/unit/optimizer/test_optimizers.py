@@ -163,8 +163,9 @@ def test_muon_orthogonalises_each_layers_matrices_and_adam_updates_the_rest(mode
                 np.testing.assert_allclose(direction, expected, atol=2e-5 * np.abs(expected).max(), err_msg=name)
         else:
             assert leaf.matrix is None, name
-            np.testing.assert_array_equal(before[name], adam_before[name], err_msg=name)
-            np.testing.assert_array_equal(got[name], adam[name], err_msg=name)
+            # Two programs: XLA may round a product and a sum at once in one of them.
+            np.testing.assert_allclose(before[name], adam_before[name], rtol=1e-6, atol=1e-7, err_msg=name)
+            np.testing.assert_allclose(got[name], adam[name], rtol=1e-6, atol=1e-7, err_msg=name)
     assert len(seen) == 5
 
 
