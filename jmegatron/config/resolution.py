@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 
 from jmegatron.config.layer_split import layer_split_of, layers_at_places, num_chunks_of
 from jmegatron.config.options import problem
@@ -202,18 +203,18 @@ def moe_places(config: Config) -> tuple[bool, ...]:
     if len(set(experts)) == 1:
         return (experts[0],) * len(layers_at_places(split))
     kinds = {True: "experts", False: "none"}
-    for place, layers in enumerate(layers_at_places(split)):
-        other = next((layer for layer in layers if experts[layer] != experts[layers[0]]), None)
-        if other is not None:
-            raise problem(
-                "Of layers at the same place of different stages or chunks some have experts and some have not.",
-                where=("moe_layer_freq", "pipeline_model_parallel_size"),
-                got=f"{kinds[experts[layers[0]]]} in layer {layers[0] + 1} and {kinds[experts[other]]} in layer"
-                f" {other + 1}, both number {place + 1} of their chunks",
-                expected="the same pattern in each of the "
-                f"{split.num_stages * num_chunks_of(split)} chunks, since one program runs them all",
-                fix="choose a moe_layer_freq that repeats from chunk to chunk, or other chunks",
-            )
+    unequal = _unequal_layers(experts, layers_at_places(split))
+    if unequal is not None:
+        place, one, other = unequal
+        raise problem(
+            "Of layers at the same place of different stages or chunks some have experts and some have not.",
+            where=("moe_layer_freq", "pipeline_model_parallel_size"),
+            got=f"{kinds[experts[one]]} in layer {one + 1} and {kinds[experts[other]]} in layer"
+            f" {other + 1}, both number {place + 1} of their chunks",
+            expected="the same pattern in each of the "
+            f"{split.num_stages * num_chunks_of(split)} chunks, since one program runs them all",
+            fix="choose a moe_layer_freq that repeats from chunk to chunk, or other chunks",
+        )
     return tuple(experts[layers[0]] for layers in layers_at_places(split))
 
 
@@ -274,19 +275,28 @@ def cp_comm_types(config: Config) -> tuple[str, ...]:
     places = layers_at_places(split)
     if len(types) == 1:
         return types * len(places)
-    for place, layers in enumerate(places):
-        other = next((layer for layer in layers if types[layer] != types[layers[0]]), None)
-        if other is not None:
-            raise problem(
-                "Layers at the same place of different stages or chunks communicate in different ways.",
-                where=("cp_comm_type", "pipeline_model_parallel_size"),
-                got=f"{types[layers[0]]} for layer {layers[0] + 1} and {types[other]} for layer {other + 1}, both "
-                f"number {place + 1} of their chunks",
-                expected="the same values in the same order in each of the "
-                f"{split.num_stages * num_chunks_of(split)} chunks, since one program runs them all",
-                fix="give one value for all layers, or one to each place of a chunk and to its layers in all chunks",
-            )
+    unequal = _unequal_layers(types, places)
+    if unequal is not None:
+        place, one, other = unequal
+        raise problem(
+            "Layers at the same place of different stages or chunks communicate in different ways.",
+            where=("cp_comm_type", "pipeline_model_parallel_size"),
+            got=f"{types[one]} for layer {one + 1} and {types[other]} for layer {other + 1}, both "
+            f"number {place + 1} of their chunks",
+            expected="the same values in the same order in each of the "
+            f"{split.num_stages * num_chunks_of(split)} chunks, since one program runs them all",
+            fix="give one value for all layers, or one to each place of a chunk and to its layers in all chunks",
+        )
     return tuple(types[layers[0]] for layers in places)
+
+
+def _unequal_layers(values: Sequence[object], places: Sequence[Sequence[int]]) -> tuple[int, int, int] | None:
+    """Returns (place, layer, layer) of the first place of a chunk whose layers have different values, None: no such."""
+    for place, layers in enumerate(places):
+        for other in layers:
+            if values[other] != values[layers[0]]:
+                return place, layers[0], other
+    return None
 
 
 def _resolve_vocab(config: Config, tokenizer_vocab_size: int | None) -> tuple[int | None, int | None]:
