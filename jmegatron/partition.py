@@ -60,7 +60,9 @@ class ParameterSpec:
     """(dim, number of its entries that count): the others are padding, zero from the start on, and no update moves
     them. None: all count."""
     undivided: tuple[int, ...] = ()
-    """Dims that no data axis divides."""
+    """Dims of `shape` that no data axis divides."""
+    fp32: bool = False
+    """Whether a step computes with it in fp32, whatever the compute dtype is."""
     stacked: tuple[tuple[int, ...], ...] = ()
     """Global layer number of each place of the leading dim, -1 where there is none; several rows: of the two leading
     dims (chunks of a pipeline's stages). Empty: not stacked."""
@@ -268,6 +270,11 @@ def replica_axes(spec: ParameterSpec, axes: tuple[str, ...]) -> tuple[str, ...]:
 def axes_of(entry: Any) -> tuple[str, ...]:
     """Returns the mesh axes of one entry of a PartitionSpec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def cast(specs: Tree, tree: Tree, dtype: Any) -> Tree:
+    """Returns the parameters that a step with this compute dtype takes, from fp32 ones."""
+    return map_specs(lambda s, p: p.astype(jnp.float32 if s.fp32 else dtype), specs, tree)
 
 
 def partition_specs(specs: Tree) -> Tree:

@@ -6,8 +6,8 @@
 Every other option is one of train.py and applies to both files. Model, data and batch have to be the same; degrees,
 schedule, recomputation and precision may differ. A layout uses the first devices, as many as its --num-cpu-devices
 says, else all that there are. Both start from the first layout's weights, those of --load or of the seed, and take its
-first batch; each is compiled by itself. "at" is the index of the largest difference, its first number the layer where a
-parameter has one for each.
+first batch; each is compiled by itself. "at" is the index of the largest difference, its first number that of the layer
+where layers have the parameter.
 
 Exit status: 0 equal within the tolerances, 1 not (the worst parameter is named), 2 an option or a file cannot be used.
 """
@@ -15,7 +15,7 @@ Exit status: 0 equal within the tolerances, 1 not (the worst parameter is named)
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ def check(given: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     for path, program in zip(paths, programs, strict=True):
         print(layout_line(path, program), flush=True)
         results.append(compare.run_step(program, weights, arrays))
-    return report(results, given)
+    return report(results, compare.layer_numbers(programs[0].specs), given)
 
 
 def read(path: str, rest: Sequence[str]) -> Config:
@@ -155,12 +155,12 @@ def layout_line(path: str, program: Any) -> str:
     return f"{path}: mesh {mesh}; {', '.join(more)}"
 
 
-def report(results: Sequence[Any], given: argparse.Namespace) -> list[str]:
+def report(results: Sequence[Any], layers: Mapping[str, Sequence[int]], given: argparse.Namespace) -> list[str]:
     """Prints the comparison, and returns what is above its tolerance, the worst parameter first."""
     from jmegatron.training import compare
 
     one, two = results
-    rows = compare.compare_gradients(one.gradients, two.gradients)
+    rows = compare.compare_gradients(one.gradients, two.gradients, layers)
     width = max(len(row.path) for row in rows)
     print(f"\n{'':{width}}  {'relative':>9}  {'first':>13}  {'second':>13}")
     failures = []

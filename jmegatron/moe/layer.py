@@ -214,9 +214,10 @@ def _through_experts(
         sent = exchange(rows, there, back, bound, exchanged, parallel.ragged)
     else:
         sent = rows
-    sources = ranks * axis_size(tensor_axis)
+    tensor_ranks = axis_size(tensor_axis)
+    sources = ranks * tensor_ranks
     joined = gathered_over(received, tensor_axis, bound)
-    sizes = ladder(-(-sources * len(rows) // number), sources * of_expert)
+    sizes = ladder(-(-sources * len(rows) // number), min(sources * of_expert, tensor_ranks * bound))
     if settings.pad_to_capacity:
         sizes = sizes[-1:]
     done = experts(parameters, sent, received, joined, settings.experts, tensor_axis=tensor_axis, sizes=sizes)

@@ -5,7 +5,7 @@ Source: arXiv:2101.03961 section 2.2 (balancing loss), arXiv:2202.08906 (z-loss)
 Megatron-LM transformer/moe/router.py, moe_utils.py.
 
     kernel       [hidden, experts]     replicated; over tp each rank's gradient is that of its own tokens
-    expert_bias  [experts]             with expert_bias: added to the scores that choose; has no gradient
+    expert_bias  [experts]             with expert_bias, fp32: added to the scores that choose; has no gradient
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ def router_specs(
     specs: Tree = {"kernel": ParameterSpec(shape, P(None, None), init, partial_axes)}
     if settings.expert_bias:
         specs["expert_bias"] = ParameterSpec(
-            (settings.num_experts,), P(None), zeros, partial_axes, weight_decay=False, undivided=(0,)
+            (settings.num_experts,), P(None), zeros, partial_axes, weight_decay=False, fp32=True
         )
     return specs
 
@@ -114,7 +114,7 @@ def route(
     """
     batch, seq, hidden = x.shape
     logits = _logits(x.reshape(batch * seq, hidden), parameters["kernel"], settings.fp32)
-    bias = lax.stop_gradient(parameters["expert_bias"]).astype(jnp.float32) if settings.expert_bias else None
+    bias = lax.stop_gradient(parameters["expert_bias"]) if settings.expert_bias else None
     experts, weights = choose(logits, settings, bias)
     real = jnp.ones((batch, seq), jnp.float32) if padding is None else 1.0 - padding.astype(jnp.float32)
     real = vary_like(real, x)  # or a sum over ranks would take it for one that has been made

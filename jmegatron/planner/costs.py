@@ -208,6 +208,7 @@ class Leaf:
         matrix: whether muon takes it for a matrix.
         of: layers that have it: "all", "dense" or "experts".
         over_ep: ep divides it, so that its data ranks are those of experts.
+        fp32: a step computes with it in fp32 whatever its dtype is.
     """
 
     part: str
@@ -217,6 +218,7 @@ class Leaf:
     matrix: bool = False
     of: str = "all"
     over_ep: bool = False
+    fp32: bool = False
 
     @property
     def size(self) -> int:
@@ -312,7 +314,7 @@ def _expert_leaves(shape: GPTShape, t: int, ep: int, over_tp: bool) -> list[Leaf
     own = functools.partial(Leaf, "experts", of="experts", over_ep=ep > 1)
     found = [Leaf("router", (h, experts.num_experts), of="experts")]
     if experts.router_bias:
-        found.append(Leaf("router", (experts.num_experts,), of="experts"))
+        found.append(Leaf("router", (experts.num_experts,), of="experts", fp32=True))
     found += [
         own((number, h, *inner), sharing=ep * divided, matrix=True),
         own((number, ffn, h), sharing=ep * divided, matrix=True),
@@ -448,7 +450,7 @@ def expert_rows(shape: GPTShape, layout: Layout) -> ExpertRows:
         received=received,
         joined=received * sources,
         even=float(tokens * k * sources),
-        places=local * layout.ep * sources * of_expert,
+        places=local * sources * min(layout.ep * of_expert, received),
     )
 
 

@@ -72,14 +72,14 @@ def model_state_bytes(shape: GPTShape, layout: Layout) -> ModelState:
         ValueError: the model cannot be divided so.
     """
     kinds, places, sums = _kinds(shape, layout), layers_held(shape, layout), [0.0] * 6
-    for (matrix, parts), (dense, experts, rest) in kinds.items():
-        one = state_bytes_per_parameter(layout, 1 / parts, matrix=matrix)
+    for (matrix, fp32, parts), (dense, experts, rest) in kinds.items():
+        one = state_bytes_per_parameter(layout, 1 / parts, matrix=matrix, fp32=fp32)
         for i, value in enumerate(vars(one).values()):
             sums[i] += value * (dense * places.dense + experts * places.experts + rest)
     return ModelState(*sums)
 
 
-def _kinds(shape: GPTShape, layout: Layout) -> Mapping[tuple[bool, int], tuple[int, int, int]]:
+def _kinds(shape: GPTShape, layout: Layout) -> Mapping[tuple[bool, bool, int], tuple[int, int, int]]:
     ranks = layout.data_ranks, layout.expert_data_ranks
     return _elements_by_kind(shape, layout.tp, layout.pp, layout.ep, layout.experts_over_tp, ranks)
 
@@ -87,13 +87,13 @@ def _kinds(shape: GPTShape, layout: Layout) -> Mapping[tuple[bool, int], tuple[i
 @functools.lru_cache(maxsize=1024)  # of all the layouts of a plan
 def _elements_by_kind(
     shape: GPTShape, t: int, p: int, ep: int, experts_over_tp: bool, data_ranks: tuple[int, int]
-) -> Mapping[tuple[bool, int], tuple[int, int, int]]:
-    """Returns (a matrix, parts that the distributed optimizer makes of it) -> elements (of a layer without experts, of
-    one with experts, in no layer).
+) -> Mapping[tuple[bool, bool, int], tuple[int, int, int]]:
+    """Returns (a matrix, in fp32 always, parts that the distributed optimizer makes of it) -> elements (of a layer
+    without experts, of one with experts, in no layer).
     """
-    found: dict[tuple[bool, int], tuple[int, int, int]] = {}
+    found: dict[tuple[bool, bool, int], tuple[int, int, int]] = {}
     for leaf in leaves(shape, Layout(tp=t, pp=p, ep=ep, experts_over_tp=experts_over_tp)):
-        key = leaf.matrix, leaf.size // leaf.part_of(data_ranks[leaf.over_ep])
+        key = leaf.matrix, leaf.fp32, leaf.size // leaf.part_of(data_ranks[leaf.over_ep])
         dense, experts, rest = found.get(key, (0, 0, 0))
         if leaf.per_layer:
             dense += leaf.size * leaf.number(Layers(1, 0))
@@ -104,26 +104,30 @@ def _elements_by_kind(
     return found
 
 
-def state_bytes_per_parameter(layout: Layout, ratio: float | None = None, *, matrix: bool = True) -> ModelState:
+def state_bytes_per_parameter(
+    layout: Layout, ratio: float | None = None, *, matrix: bool = True, fp32: bool = False
+) -> ModelState:
     """Returns the bytes of one parameter of a device: the closed forms 18 and 6 + 12/d, see `optimizer/README.md`.
 
     Args:
         layout: the layout.
         ratio: what the distributed optimizer leaves on a rank; None: 1/d.
         matrix: whether muon takes it for a matrix, which has one moment.
+        fp32: whether a step computes with it in fp32 in any case.
     """
     e, sharded = float(layout.parameter_bytes), layout.distributed_optimizer
     part = (1 / layout.data_ranks if ratio is None else ratio) if sharded else 1.0
     moments = {"adam": 2, "sgd": 1, "lion": 1, "muon": 1 if matrix else 2}[layout.optimizer]
     gathered = layout.overlap_param_gather and sharded
     beside = layout.overlap_grad_reduce and layout.data_ranks > 1
+    computed = 4.0 if fp32 else e
     return ModelState(
-        parameters=e * (part if gathered else 1.0),
+        parameters=computed * (part if gathered else 1.0),
         gradients=float(layout.gradient_bytes),
         master=4.0 * part if e < 4 else 0.0,
         moments=4.0 * moments * part,
         reduced_gradients=4.0 * part if beside else 0.0,
-        gathered_parameters=e if gathered else 0.0,
+        gathered_parameters=computed if gathered else 0.0,
     )
 
 

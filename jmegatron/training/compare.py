@@ -6,7 +6,7 @@ compiled by itself. What is compared has the form of a checkpoint: layers in ord
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,7 +57,35 @@ def _decides(name: str, section: str, config: Config) -> bool:
 
 
 def averaging_note(config: Config, other: Config, arrays: dict[str, np.ndarray]) -> str | None:
-    """Returns why the objectives themselves differ, or None: means over unequal parts of unequally masked tokens."""
+    """Returns why the objectives themselves differ, or None.
+
+    Means over unequal parts of unequally masked tokens; experts that other groups of tokens fill or balance.
+    """
+    return _note_of_experts(config, other) or _note_of_means(config, other, arrays)
+
+
+def _note_of_experts(config: Config, other: Config) -> str | None:
+    model = config.model
+    if model.num_experts is None:
+        return None
+    sizes = [(c.training.micro_batch_size, c.parallel) for c in (config, other)]
+    of_ranks = [(b, p.context_parallel_size, p.tensor_model_parallel_size) for b, p in sizes]
+    if model.moe_expert_capacity_factor is not None and of_ranks[0] != of_ranks[1]:
+        return (
+            "note: the capacity of an expert is a share of one rank's tokens, and micro_batch_size,"
+            " context_parallel_size or tensor_model_parallel_size differ: other tokens are dropped, and the losses are"
+            " not expected to be equal without --moe-expert-capacity-factor"
+        )
+    balancing = model.moe_router_load_balancing_type
+    if model.moe_aux_loss_coeff and balancing in ("aux_loss", "global_aux_loss") and sizes[0][0] != sizes[1][0]:
+        return (
+            f"note: {balancing} balances the experts over each micro-batch, and micro_batch_size differs: the gradients"
+            " are not expected to be equal without --moe-router-load-balancing-type seq_aux_loss"
+        )
+    return None
+
+
+def _note_of_means(config: Config, other: Config, arrays: dict[str, np.ndarray]) -> str | None:
     parts = [(c.training.micro_batch_size, c.parallel.context_parallel_size) for c in (config, other)]
     mask = arrays.get("loss_mask")
     if config.optimizer.calculate_per_token_loss or parts[0] == parts[1] or mask is None:
@@ -106,7 +134,7 @@ def place_weights(program: Program, weights: Any) -> Any:
 
     def place(values: Any) -> Any:
         placed = partition.map_specs(partition.from_canonical, specs, values, shardings)
-        return jax.tree.map(lambda p: p.astype(program.settings.compute_dtype), placed)
+        return partition.cast(specs, placed, program.settings.compute_dtype)
 
     return jax.jit(place, out_shardings=partition.shardings(specs, program.mesh))(jax.device_put(fitted, shardings))
 
@@ -164,11 +192,24 @@ class LeafError:
     largest: float
     """Largest absolute value of the two."""
     place: tuple[int, ...]
-    """Index of the largest difference; the first is the layer where leaves are stacked."""
+    """Index of the largest difference; the first is the number of the layer where leaves are stacked."""
 
 
-def compare_gradients(one: dict[str, np.ndarray], two: dict[str, np.ndarray]) -> list[LeafError]:
+def layer_numbers(specs: Any) -> dict[str, list[int]]:
+    """Returns path -> numbers of the layers that have a stacked parameter, in order; `specs` are a program's own."""
+    stacked = {path: np.asarray(spec.stacked).reshape(-1) for path, spec in partition.named_specs(specs)}
+    return {path: np.sort(layers[layers >= 0]).astype(int).tolist() for path, layers in stacked.items() if layers.size}
+
+
+def compare_gradients(
+    one: dict[str, np.ndarray], two: dict[str, np.ndarray], layers: Mapping[str, Sequence[int]] | None = None
+) -> list[LeafError]:
     """Returns every leaf's error, the worst first; padding of the vocabulary that only one has is left out.
+
+    Args:
+      one: gradient of each path.
+      two: as well.
+      layers: of `layer_numbers`; None: the first index of a leaf stays what it is.
 
     Raises:
       ValueError: the trees differ.
@@ -176,6 +217,9 @@ def compare_gradients(one: dict[str, np.ndarray], two: dict[str, np.ndarray]) ->
     if one.keys() != two.keys():
         raise ValueError(f"leaves of one step alone: {', '.join(sorted(one.keys() ^ two.keys()))}")
     rows = [_leaf_error(path, one[path], two[path]) for path in one]
+    if layers is not None:
+        number = lambda r: (layers[r.path][r.place[0]], *r.place[1:]) if r.path in layers else r.place  # noqa: E731
+        rows = [dataclasses.replace(row, place=number(row)) for row in rows]
     return sorted(rows, key=lambda row: -row.error)
 
 

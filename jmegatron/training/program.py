@@ -155,7 +155,7 @@ class Program:
             # First to where they stay: what is gathered over the data axes is then the compute dtype's copy, and that
             # of a rank's own part.
             weights = jax.lax.with_sharding_constraint(weights, self.state_shardings.master)
-        started = start_of(weights, self.optimizer, self.settings.compute_dtype, self.settings.scaler)
+        started = start_of(self.specs, weights, self.optimizer, self.settings.compute_dtype, self.settings.scaler)
         given = dataclasses.replace(started, step=saved.step)
         if moments is not None:
             given = dataclasses.replace(given, optimizer=moments)

@@ -44,10 +44,11 @@ def init_state(
     scaler: LossScalerSettings | None = None,
 ) -> TrainState:
     """Returns the state before the first step; call under jit with `train_state_shardings` as out_shardings."""
-    return start_of(partition.init_parameters(specs, key, jnp.float32), optimizer, compute_dtype, scaler)
+    return start_of(specs, partition.init_parameters(specs, key, jnp.float32), optimizer, compute_dtype, scaler)
 
 
 def start_of(
+    specs: Tree,
     weights: Tree,
     optimizer: optax.GradientTransformation,
     compute_dtype: Any,
@@ -57,7 +58,7 @@ def start_of(
     mixed = jnp.dtype(compute_dtype) != jnp.float32
     return TrainState(
         step=jnp.zeros((), jnp.int32),
-        parameters=jax.tree.map(lambda p: p.astype(compute_dtype), weights),
+        parameters=partition.cast(specs, weights, compute_dtype),
         master=weights if mixed else None,
         optimizer=optimizer.init(weights),
         loss_scale=None if scaler is None else loss_scaler.init(scaler),

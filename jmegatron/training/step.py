@@ -407,11 +407,11 @@ def _skip_unless_finite(settings: StepSettings, old: TrainState, new: TrainState
     )
 
 
-def _cast_to(dtype: Any, mesh: Mesh) -> Callable[[Tree], Tree]:
+def _cast_to(specs: Tree, dtype: Any, mesh: Mesh) -> Callable[[Tree], Tree]:
     """Returns the cast of master weights, as a function of what is stored whatever XLA fuses."""
 
     def cast(tree: Tree) -> Tree:
-        return jax.tree.map(lambda p: p.astype(dtype), tree)
+        return partition.cast(specs, tree, dtype)
 
     if mesh.devices.flat[0].platform != "cpu" or jnp.dtype(dtype) == jnp.float32:
         return cast
@@ -482,7 +482,7 @@ def make_train_step(
     """
     gradient_function = make_gradient_function(settings, mesh)
     own_parts, gather = _parts_and_whole(settings, mesh)
-    cast = _cast_to(settings.compute_dtype, mesh)
+    cast = _cast_to(settings.specs, settings.compute_dtype, mesh)
 
     def train_step(
         state: TrainState, batch: Batch | CompactBatch, dropout_key: Key[Array, ""] | None

@@ -56,6 +56,14 @@ def assert_same_steps(got: Run, expected: Run) -> None:
             assert got.steps[step][name] == line[name]
 
 
+def assert_same_arrays(got: Path, expected: Path, step: int) -> None:
+    ours, theirs = saved_arrays(got, step), saved_arrays(expected, step)
+    assert ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+        scale = np.abs(array).max() or 1.0
+        np.testing.assert_allclose(ours[name] / scale, array / scale, atol=1e-4, err_msg=name)
+
+
 # ---- the same numbers -----------------------------------------------------------------------------------------------
 def test_two_processes_train_and_evaluate_as_one_with_two_devices(two_processes: Run, one_process: Run) -> None:
     assert_same_steps(two_processes, one_process)
@@ -89,11 +97,7 @@ def test_an_index_cache_that_several_build_at_once_is_whole(two_processes: Run, 
 
 def test_both_save_the_same_arrays(two_processes: Run, folder: Path) -> None:
     assert steps_saved(folder / "two") == [2, 4]
-    expected, got = saved_arrays(folder / "one", 4), saved_arrays(folder / "two", 4)
-    assert expected.keys() == got.keys()
-    for name, array in expected.items():
-        scale = np.abs(array).max() or 1.0
-        np.testing.assert_allclose(got[name] / scale, array / scale, atol=1e-4, err_msg=name)
+    assert_same_arrays(folder / "two", folder / "one", 4)
 
 
 @pytest.mark.slow
@@ -103,6 +107,21 @@ def test_four_processes_on_two_tensor_and_two_data_ranks_train_as_one_with_four_
     job = launch(tmp_path, 4, *options, "--metrics-file", str(tmp_path / "four.jsonl"))
     assert job.status == 0, job.err[-3000:]
     assert_same_steps(Run(job.out, read_metrics(tmp_path / "four.jsonl")), one)
+
+
+def test_two_processes_with_two_of_four_experts_each_train_as_one_with_two_devices(tmp_path: Path) -> None:
+    experts = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 --expert-model-parallel-size 2"
+    options = (*MOCK, *experts.split(), "--train-iters", "3", "--save-interval", "3", "--save")
+    one = train(tmp_path, *options, str(tmp_path / "one"), devices=2, defaults=TINY)
+    job = launch(tmp_path, 2, *options, str(tmp_path / "two"), "--metrics-file", str(tmp_path / "two.jsonl"))
+    assert job.status == 0, job.err[-3000:]
+    two = Run(job.out, read_metrics(tmp_path / "two.jsonl"))
+    assert_same_steps(two, one)
+    for step, line in one.steps.items():
+        for name in ("expert_load_max", "expert_load_min", "dropped_tokens"):
+            assert two.steps[step][name] == line[name]
+        np.testing.assert_allclose(two.steps[step]["moe_aux_loss"], line["moe_aux_loss"], rtol=LOSS_RELATIVE)
+    assert_same_arrays(tmp_path / "two", tmp_path / "one", 3)
 
 
 # ---- another number of processes ------------------------------------------------------------------------------------

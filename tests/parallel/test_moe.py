@@ -161,8 +161,22 @@ WORDS = (
 RUN = WORDS.split()
 
 
-def test_four_steps_are_two_and_two_bit_for_bit_at_ep_2_dp_2(tmp_path):
-    layout = [*RUN, "--expert-model-parallel-size", "2", "--use-distributed-optimizer", "--save-interval", "2"]
+RESUMED = {
+    "ep 2 dp 2": "--expert-model-parallel-size 2 --use-distributed-optimizer",
+    # The second stage's second layer alone has experts; the first stage has none there, and no layer.
+    "ep 2 pp 2, uneven stages, bf16": "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 3"
+    " --decoder-first-pipeline-num-layers 1 --moe-layer-freq [0,0,1] --bf16 --use-distributed-optimizer",
+    "pp 2 of two chunks, every other layer": "--pipeline-model-parallel-size 2 --num-layers 8 --moe-layer-freq 2"
+    " --num-layers-per-virtual-pipeline-stage 2 --use-distributed-optimizer --overlap-grad-reduce"
+    " --overlap-param-gather",
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if "chunks" in name else name for name in RESUMED]
+)
+def test_four_steps_are_two_and_two_bit_for_bit(layout, tmp_path):
+    layout = [*RUN, *RESUMED[layout].split(), "--save-interval", "2"]
     whole = train(tmp_path, *layout, "--train-iters", "4", "--lr-decay-iters", "4", "--save", str(tmp_path / "whole"))
     first = [*layout, "--lr-decay-iters", "4", "--save", str(tmp_path / "parts")]
     train(tmp_path, *first, "--train-iters", "2")
@@ -173,6 +187,7 @@ def test_four_steps_are_two_and_two_bit_for_bit_at_ep_2_dp_2(tmp_path):
     for name in expected:
         np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
     bias = expected["parameters/layers/moe/router/expert_bias"]
+    assert bias.dtype == np.float32
     # Each step moved it by the rate, up or down.
     assert np.abs(bias).max() == pytest.approx(4e-3, rel=0.5)
     assert any("moe_aux_loss" in line for line in whole.steps.values())

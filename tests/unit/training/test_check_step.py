@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compiled_support import program_of
 from training_runs import quick_environment, train
 
 from jmegatron.config import load_config, resolve
 from jmegatron.errors import ConfigError
 from jmegatron.training import compare
-from jmegatron.training.compare import averaging_note, check_same_step, compare_gradients, relative
+from jmegatron.training.compare import averaging_note, check_same_step, compare_gradients, layer_numbers, relative
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "check_step.py"
 MODEL = """
@@ -137,10 +138,15 @@ def test_wrong_options_end_with_2_and_name_the_file(layouts, capsys, extra, word
 
 
 # ---- what has to be the same ----------------------------------------------------------------------------------------
+_LINE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --lr 1e-3"
+    " --train-iters 2 --micro-batch-size 2 --global-batch-size 8 --mock-data --vocab-size 61"
+)
+WORDS = _LINE.split()
+
+
 def config_of(*options):
-    line = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
-    line += " --lr 1e-3 --train-iters 2 --micro-batch-size 2 --global-batch-size 8 --mock-data --vocab-size 61"
-    return resolve(load_config([*line.split(), *options]), data_parallel_size=1)
+    return resolve(load_config([*WORDS, *options]), data_parallel_size=1)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +196,24 @@ def test_unequal_masks_and_other_micro_batches_are_said_to_differ():
         assert averaging_note(*case) is None
 
 
+EXPERTS = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("options", "other", "expected"),
+    [
+        ((), ("--micro-batch-size", "1"), "seq_aux_loss"),
+        (("--moe-router-load-balancing-type", "seq_aux_loss"), ("--micro-batch-size", "1"), None),
+        (("--moe-aux-loss-coeff", "0"), ("--micro-batch-size", "1"), None),
+        ((), ("--tensor-model-parallel-size", "2"), None),
+        (("--moe-expert-capacity-factor", "1"), ("--tensor-model-parallel-size", "2"), "capacity"),
+    ],
+)
+def test_experts_that_other_tokens_fill_or_balance_are_said_to_differ(options, other, expected):
+    note = averaging_note(config_of(*EXPERTS, *options), config_of(*EXPERTS, *options, *other), {})
+    assert note is None if expected is None else expected in note
+
+
 # ---- the comparison -------------------------------------------------------------------------------------------------
 def test_leaves_are_compared_by_their_largest_difference_over_their_largest_value():
     one = {"a": np.array([[1.0, -4.0], [2.0, 0.0]], np.float32), "b": np.zeros(3, np.float32)}
@@ -198,6 +222,17 @@ def test_leaves_are_compared_by_their_largest_difference_over_their_largest_valu
     assert [(row.path, row.error, row.largest, row.place) for row in rows[:1]] == [("a", 0.125, 4.0, (1, 0))]
     assert (rows[1].path, rows[1].error) == ("b", 0.0)
     assert compare_gradients(one, {**two, "b": np.full(3, 1e-9, np.float32)})[0].path == "b"
+
+
+def test_the_first_index_is_the_number_of_the_layer_where_only_some_layers_have_the_parameter():
+    words = "--num-experts 4 --num-layers 4 --moe-layer-freq 2 --pipeline-model-parallel-size 2"
+    layers = layer_numbers(program_of([*WORDS, *words.split()], "cpu", 2).specs)
+    assert layers["layers/moe/router/kernel"] == [0, 2]
+    assert layers["layers/mlp/up/kernel"] == [1, 3]
+    assert "embedding/word/embedding" not in layers
+    path = "layers/moe/router/kernel"
+    one, two = ({path: np.array([[1.0, 1.0], [1.0, value]], np.float32)} for value in (1.0, 2.0))
+    assert compare_gradients(one, two, layers)[0].place == (2, 1)
 
 
 def test_what_is_not_finite_is_worse_than_anything():
