@@ -13,7 +13,7 @@ from typing import Any
 
 from jmegatron.config.layer_split import layer_split_of, num_chunks_of
 from jmegatron.config.options import flag_of, options, problem
-from jmegatron.config.resolution import attention_window, cp_comm_types, moe_places, resolve
+from jmegatron.config.resolution import attention_window, cp_comm_types, moe_layers, moe_places, resolve
 from jmegatron.config.sections import Config
 from jmegatron.errors import ConfigError
 
@@ -52,14 +52,15 @@ _RANGES: dict[str, tuple[int | float, int | float]] = {
     "moe_ffn_hidden_size": (1, _INF),
     "moe_shared_expert_intermediate_size": (1, _INF),
     "moe_router_topk": (1, _INF),
-    "moe_router_bias_update_rate": (0, _INF),
+    # Upper ends: what is multiplied by them stays within float32.
+    "moe_router_bias_update_rate": (0, 1e6),
     "moe_router_num_groups": (1, _INF),
     "moe_router_group_topk": (1, _INF),
-    "moe_router_topk_scaling_factor": (0, _INF),
-    "moe_aux_loss_coeff": (0, _INF),
-    "moe_z_loss_coeff": (0, _INF),
-    "moe_expert_capacity_factor": (0, _INF),
-    "moe_receive_bound_factor": (1, _INF),
+    "moe_router_topk_scaling_factor": (0, 1e6),
+    "moe_aux_loss_coeff": (0, 1e6),
+    "moe_z_loss_coeff": (0, 1e6),
+    "moe_expert_capacity_factor": (0, 1e6),
+    "moe_receive_bound_factor": (1, 1e6),
     "expert_tensor_parallel_size": (1, _INF),
     "lr": (0, _INF),
     "min_lr": (0, _INF),
@@ -526,14 +527,16 @@ def _check_experts_used(config: Config) -> None:
         for name, option in options().items()
         if name.startswith("moe_") and getattr(config.model, name) != option.default
     ]
-    if given or config.parallel.expert_model_parallel_size > 1 or config.parallel.expert_tensor_parallel_size:
-        names = given or ["expert_model_parallel_size", "expert_tensor_parallel_size"]
+    # Sizes of 1 divide nothing: lines for dense models have them.
+    sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    given += [name for name in sizes if (getattr(config.parallel, name) or 1) > 1]
+    if given:
         raise problem(
             "Options of a mixture of experts are given to a dense model.",
-            where=names,
-            got=", ".join(f"{name} {dict(_values(config))[name]}" for name in names) + ", no num_experts",
+            where=given,
+            got=", ".join(f"{name} {dict(_values(config))[name]}" for name in given) + ", no num_experts",
             expected="num_experts to be given as well",
-            fix=f"give --num-experts, or leave {', '.join(flag_of(name) for name in names)} out",
+            fix=f"give --num-experts, or leave {', '.join(flag_of(name) for name in given)} out",
         )
 
 
@@ -605,7 +608,8 @@ def _check_router(config: Config) -> None:
             where=("moe_router_topk", "num_experts"),
             got=f"moe_router_topk {model.moe_router_topk}, num_experts {model.num_experts}",
             expected="moe_router_topk of at most num_experts",
-            fix=f"set --moe-router-topk to {model.num_experts} or less",
+            fix=f"set --moe-router-topk to {model.num_experts} or less"
+            + (", with --moe-router-pre-softmax" if model.num_experts == 1 else ""),
         )
     softmax = model.moe_router_score_function == "softmax"
     if model.moe_router_topk == 1 and softmax and not model.moe_router_pre_softmax:
@@ -744,7 +748,7 @@ def _check_widths(config: Config) -> None:
             expected="a positive ffn_hidden_size",
             fix=f"give --ffn-hidden-size, for instance {4 * model.hidden_size}",
         )
-    if ffn % tp:
+    if ffn % tp and not (model.num_experts is not None and all(moe_layers(model))):
         raise problem(
             "The feed-forward layer cannot be divided among the tensor-parallel devices.",
             where=("ffn_hidden_size", "tensor_model_parallel_size"),

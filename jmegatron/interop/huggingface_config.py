@@ -624,7 +624,9 @@ def write_config(
         refused[key] = _differences(options, fields)
         if not refused[key]:
             return fields
-    key = min(refused, key=lambda key: len(refused[key]))
+    # Of a family without experts little else would be said.
+    nearest = [key for key in refused if "num_experts" not in refused[key]] or list(refused)
+    key = min(nearest, key=lambda key: len(refused[key]))
     raise problem(
         "The model cannot be described in a config.json of Hugging Face.",
         where=refused[key],

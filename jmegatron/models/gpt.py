@@ -150,6 +150,18 @@ def vocab_axes(parallel: LayerParallel, pipeline: PipelineParallel = ONE_STAGE) 
     return axes if len(axes) > 1 else (axes[0] if axes else None)
 
 
+def without_receive_bound(settings: GPTSettings) -> GPTSettings:
+    """Returns the model whose experts receive all rows that there are (`MoESettings.bound_factor`)."""
+
+    def unbounded(layer: LayerSettings) -> LayerSettings:
+        if layer.moe is None:
+            return layer
+        return dataclasses.replace(layer, moe=dataclasses.replace(layer.moe, bound_factor=None))
+
+    places = tuple(map(unbounded, settings.place_settings))
+    return dataclasses.replace(settings, layer=unbounded(settings.layer), place_settings=places)
+
+
 def gpt_specs(settings: GPTSettings, parallel: LayerParallel, pipeline: PipelineParallel = ONE_STAGE) -> Tree:
     """Returns the declarations of every parameter: the only place where shapes, axes and start values are stated.
 

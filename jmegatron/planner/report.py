@@ -102,9 +102,10 @@ def title(report: Report) -> str:
     """Returns how large a model is compiled for what."""
     model, target = report["model"], report["target"]
     of_token = model.get("parameters_of_token")
-    experts = f" ({of_token / 1e9:.2f} of them for each token)" if of_token else ""
+    unit, name = (1e9, "billion") if model["parameters"] >= 1e8 else (1e6, "million")
+    experts = f" ({of_token / unit:.2f} of them for each token)" if of_token else ""
     return (
-        f"dry run: {model['parameters'] / 1e9:.2f} billion parameters{experts} on {target['num_gpus']} x"
+        f"dry run: {model['parameters'] / unit:.2f} {name} parameters{experts} on {target['num_gpus']} x"
         f" {target['gpu']} ({target['gpus_per_node']} a node)"
     )
 

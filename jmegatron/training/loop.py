@@ -207,6 +207,7 @@ class Trainer:
         self._clock = _Clock()
         self._in_flight: collections.deque[Any] = collections.deque()
         self._num_nan = 0
+        self._dropped = 0  # tokens, since the last report
 
     def run(self) -> None:
         """Trains to the last step, or to where the options or a signal say."""
@@ -277,6 +278,8 @@ class Trainer:
             with self._straggler.waiting():
                 loss = float(metrics["loss"])
             self._num_nan += not math.isfinite(loss)
+            if "dropped_tokens" in metrics:
+                self._dropped += int(metrics["dropped_tokens"])
             if self.program.config.training.check_for_nan_in_loss_and_grad:
                 check_finite(self.program, step, loss, metrics)
 
@@ -299,7 +302,10 @@ class Trainer:
         self._reporter.progress()
         if last or step == self._first + 1 or _is_due(step, config.logging.log_interval):
             self._wait(0)
-            report = step_report(self.program, step, metrics, self.consumed_samples, self._clock.read())
+            report = step_report(
+                self.program, step, metrics, self.consumed_samples, self._clock.read(), dropped_tokens=self._dropped
+            )
+            self._dropped = 0
             self._reporter.step(report, self._num_nan)
             slow = self._straggler.report(step, report.step_time_s)
             if slow is not None:
@@ -416,7 +422,9 @@ def _origin(mesh: Any, bad: np.ndarray) -> str:
     return f", on rank {ranks[0]} ({where}){_and_more(len(ranks))}"
 
 
-def step_report(program: Program, step: int, metrics: Any, consumed_samples: int, seconds: float) -> StepReport:
+def step_report(
+    program: Program, step: int, metrics: Any, consumed_samples: int, seconds: float, *, dropped_tokens: int = 0
+) -> StepReport:
     """Returns what is reported of one step; waits for its numbers.
 
     Args:
@@ -425,6 +433,7 @@ def step_report(program: Program, step: int, metrics: Any, consumed_samples: int
       metrics: of the step, on the devices.
       consumed_samples: after the step.
       seconds: mean time of a step since the last report.
+      dropped_tokens: of the steps since the last report.
     """
     config = program.config
     seq, size = config.model.seq_length, config.training.global_batch_size
@@ -434,7 +443,7 @@ def step_report(program: Program, step: int, metrics: Any, consumed_samples: int
     card = cards.card_of_device_kind(program.mesh.devices.flat[0].device_kind)
     experts: dict[str, Any] = {name: float(metrics[name]) for name in EXPERT_FIGURES if name in metrics}
     if experts:
-        experts["dropped_tokens"] = int(experts["dropped_tokens"])
+        experts["dropped_tokens"] = dropped_tokens
     return StepReport(
         step=step,
         loss=float(metrics["loss"]),

@@ -43,15 +43,16 @@ class StepReport:
     """tflops_per_device over the card's dense bf16 peak; None where the peak is not known (CPU)."""
     moe_aux_loss: float | None = None
     """Balancing loss of the routers without its coefficient, mean over layers, micro-batches and replicas of this step;
-    this and what follows: None in a dense model."""
+    None without such a loss. This and what follows: None in a dense model."""
     moe_z_loss: float | None = None
-    """z-loss likewise; 0 without a coefficient."""
+    """z-loss likewise; None without a coefficient."""
     expert_load_max: float | None = None
     """Tokens of the expert with most of them over its layer's mean, of all layers, in this step."""
     expert_load_min: float | None = None
     """Tokens of the expert with fewest of them likewise."""
     dropped_tokens: int | None = None
-    """Choices of the routers in this step that found no place: beyond a capacity, or the bound of received rows."""
+    """Choices of the routers since the last report that found no place: beyond a capacity, or the bound of received
+    rows."""
 
 
 EXPERT_FIGURES = ("moe_aux_loss", "moe_z_loss", "expert_load_max", "expert_load_min", "dropped_tokens")
@@ -75,9 +76,11 @@ def log_line(report: StepReport, *, train_iters: int, global_batch_size: int, nu
         f"number of nan iterations: {num_nan:3d}",
     ]
     if report.moe_aux_loss is not None:
+        fields.append(f"load_balancing_loss: {report.moe_aux_loss:.6E}")
+    if report.moe_z_loss is not None:
+        fields.append(f"z_loss: {report.moe_z_loss:.6E}")
+    if report.expert_load_max is not None:
         fields += [
-            f"load_balancing_loss: {report.moe_aux_loss:.6E}",
-            f"z_loss: {report.moe_z_loss:.6E}",
             f"expert load over mean: {report.expert_load_min:.3f} to {report.expert_load_max:.3f}",
             f"dropped tokens: {report.dropped_tokens:6d}",
         ]

@@ -15,7 +15,16 @@ import numpy as np
 from jmegatron.checkpoint import reader, steps
 from jmegatron.checkpoint.peers import Peers
 from jmegatron.checkpoint.reader import Checkpoint
-from jmegatron.config import CheckpointConfig, Config, config_from_yaml, padded_vocab_size, to_yaml, validate
+from jmegatron.config import (
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    config_from_yaml,
+    moe_layers,
+    padded_vocab_size,
+    to_yaml,
+    validate,
+)
 from jmegatron.errors import ConfigError, TrainingError, UsageError
 from jmegatron.optimizer.optimizers import num_updates
 from jmegatron.optimizer.schedules import START, Position
@@ -281,7 +290,10 @@ def changed_options(config: Config, saved: Config, sections: Iterable[str]) -> l
         lines += [
             f"changed since the checkpoint: {section}.{name} {now[name]} applies (saved with {then[name]})"
             for name in now
-            if now[name] != then[name] and name not in _NO_NUMBERS and name not in _SCHEDULE_OPTIONS
+            if now[name] != then[name]
+            and name not in _NO_NUMBERS
+            and name not in _SCHEDULE_OPTIONS
+            and not (section == "model" and _same_layers(name, config.model, saved.model))
         ]
     return lines
 
@@ -289,6 +301,11 @@ def changed_options(config: Config, saved: Config, sections: Iterable[str]) -> l
 _STRUCTURE_OPTIONS = (
     "model.num_layers",
     "model.hidden_size",
+    "model.num_experts",
+    "model.moe_layer_freq",
+    "model.moe_ffn_hidden_size",
+    "model.moe_shared_expert_intermediate_size",
+    "model.moe_router_enable_expert_bias",
     "model.ffn_hidden_size",
     "model.num_attention_heads",
     "model.num_query_groups",
@@ -322,14 +339,24 @@ def check_same_model(config: Config, resume: Resume) -> None:
     for name in names:
         section, option = name.split(".")
         now, then = (getattr(getattr(c, section), option) for c in (config, resume.saved))
-        if now != then:
-            flag = f"--{option.replace('_', '-')} {then}"
-            if isinstance(then, bool):
-                flag = f"--{'' if then else 'no-'}{option.replace('_', '-')}"
-            raise ConfigError(
-                f"--load {resume.path}: {name} is {now}, but the checkpoint was saved with {then}; fix: give {flag}, or"
-                " another --load folder"
-            )
+        if now == then or _same_layers(option, config.model, resume.saved.model):
+            continue
+        flag = f"--{option.replace('_', '-')} {then}"
+        if isinstance(then, bool):
+            flag = f"--{'' if then else 'no-'}{option.replace('_', '-')}"
+        give = f"leave --{option.replace('_', '-')} out" if then is None else f"give {flag}"
+        raise ConfigError(
+            f"--load {resume.path}: {name} is {now}, but the checkpoint was saved with {then}; fix: {give}, or"
+            " another --load folder"
+        )
+
+
+def _same_layers(option: str, now: ModelConfig, then: ModelConfig) -> bool:
+    """Returns whether two values of an option make the same layers, where that follows from another one as well."""
+    if option == "moe_layer_freq":
+        return moe_layers(now) == moe_layers(then)
+    # No layer without experts has the width of such layers.
+    return option == "ffn_hidden_size" and now.num_experts is not None and all(moe_layers(now))
 
 
 def schedule_position(program: Program, state: TrainState) -> Position:

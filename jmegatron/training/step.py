@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Key
 from jmegatron import partition
 from jmegatron.collectives import axis_size, gather_from, gather_sequence, reduce_scatter_to, sum_over, vary, vary_like
 from jmegatron.mesh import AXES, BATCH_AXES, DATA_AXES, SEQUENCE_AXIS
-from jmegatron.models.gpt import GPTSettings, Tokens, gpt_specs
+from jmegatron.models.gpt import GPTSettings, Tokens, gpt_specs, without_receive_bound
 from jmegatron.models.transformer import MOE_FIGURES, LayerParallel
 from jmegatron.moe.layer import NUM_FIGURES
 from jmegatron.moe.router import updated_bias
@@ -426,7 +426,8 @@ def _cast_to(specs: Tree, dtype: Any, mesh: Mesh) -> Callable[[Tree], Tree]:
 def _expert_metrics(settings: StepSettings, figures: Array, num_parts: int) -> Metrics:
     """Returns what is reported of the routers, over all layers that have one.
 
-    moe_aux_loss and moe_z_loss: mean over layers, micro-batches and replicas, without coefficients. expert_load_max and
+    moe_aux_loss and moe_z_loss: mean over layers, micro-batches and replicas, without coefficients; neither where the
+    router has no such loss. expert_load_max and
     expert_load_min: the largest and the smallest number of tokens of an expert over its layer's mean, of all layers.
     dropped_tokens: rows that went to no expert although the router chose one.
 
@@ -435,15 +436,21 @@ def _expert_metrics(settings: StepSettings, figures: Array, num_parts: int) -> M
       figures: [*places, experts + NUM_FIGURES] of the global batch.
       num_parts: micro-batches times replicas.
     """
+    moe = settings.model.layer.moe
+    assert moe is not None
     spec = settings.specs["layers"]["moe"]["router"]["kernel"]
     present = np.flatnonzero(np.asarray(spec.stacked).reshape(-1) >= 0)
     rows = figures.reshape(-1, figures.shape[-1])[present]
     counts, (balance, z_loss, dropped) = rows[:, : settings.num_experts], rows[:, settings.num_experts :].sum(0)
     load = counts / jnp.maximum(counts.mean(1, keepdims=True), 1.0)
     parts = len(present) * num_parts
+    losses = {}
+    if moe.router.balancing != "none":
+        losses["moe_aux_loss"] = balance / parts
+    if moe.router.z_coefficient:
+        losses["moe_z_loss"] = z_loss / parts
     return {
-        "moe_aux_loss": balance / parts,
-        "moe_z_loss": z_loss / parts,
+        **losses,
         "expert_load_max": load.max(),
         "expert_load_min": load.min(),
         "dropped_tokens": dropped,
@@ -534,12 +541,13 @@ def make_train_step(
 def make_eval_step(settings: StepSettings, mesh: Mesh) -> Callable[[Tree, Batch | CompactBatch], Metrics]:
     """Returns (parameters, batch) -> sums of loss and tokens over the global batch; no dropout, no gradients.
 
+    Experts receive all rows there are, whatever their bound in training: what was cut off would be counted nowhere.
     Communication: the forward part of `gpt_loss` per micro-batch, two scalars over the data axes.
     """
-    specs = settings.specs
+    specs, unbounded = settings.specs, without_receive_bound(settings.model)
 
     def body(parameters: Tree, batch: Batch) -> Metrics:
-        model = gpt_pipeline_model(settings.model, settings.parallel, settings.pipeline.parallel)
+        model = gpt_pipeline_model(unbounded, settings.parallel, settings.pipeline.parallel)
         schedule = settings.pipeline.build(batch.loss_mask.shape[0])
         batch = own_part(with_padding(batch) if settings.has_experts else batch, settings.parallel.context)
         microbatches = (_tokens(batch, batch.loss_mask), batch.loss_mask)

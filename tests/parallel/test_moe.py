@@ -153,6 +153,25 @@ def test_tokens_of_padding_change_nothing_that_is_learned():
     assert (figures(got)[:, :EXPERTS].sum(1) == 10 * BATCH * 2).all()
 
 
+# ---- rows beyond a bound ------------------------------------------------------------------------------------------
+BOUND = "--num-experts 4 --hidden-dropout 0 --attention-dropout 0 --expert-model-parallel-size 4"
+
+
+def test_rows_cut_off_are_counted_in_every_step_and_in_an_evaluation_there_are_none(tmp_path):
+    """An lr that moves nothing: each run evaluates the same weights."""
+    words = [*BOUND.split(), "--lr", "1e-30", "--train-iters", "4", "--eval-iters", "2", "--moe-receive-bound-factor"]
+    each = train(tmp_path, *words, "1")
+    some = train(tmp_path, *words, "1", "--log-interval", "4")
+    none = train(tmp_path, *words, "4")
+    dropped = [each.steps[step]["dropped_tokens"] for step in (1, 2, 3, 4)]
+    assert min(dropped) > 0
+    assert [some.steps[step]["dropped_tokens"] for step in (1, 4)] == [dropped[0], sum(dropped[1:])]
+    assert [line["dropped_tokens"] for line in none.steps.values()] == [0] * 4
+    assert each.losses[0] != none.losses[0]
+    losses = [[line["loss"] for line in run.metrics if "split" in line] for run in (each, none)]
+    assert losses[0] == losses[1] != []
+
+
 # ---- checkpoints --------------------------------------------------------------------------------------------------
 WORDS = (
     "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 --hidden-dropout 0 --attention-dropout 0"

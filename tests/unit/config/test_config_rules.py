@@ -68,6 +68,14 @@ BAD = {
         {"expert_model_parallel_size": 2},
         ["expert_model_parallel_size 2", "no num_experts", "give --num-experts"],
     ),
+    "experts of one in a dense model": (
+        tp(2, expert_tensor_parallel_size=2),
+        ["got: expert_tensor_parallel_size 2, no num_experts"],
+    ),
+    "one expert": (moe(num_experts=1), ["--moe-router-topk to 1 or less, with --moe-router-pre-softmax"]),
+    "coefficient beyond float32": (moe(moe_aux_loss_coeff=1e38), ["moe_aux_loss_coeff", "1000000.0"]),
+    "capacity beyond all": (moe(moe_expert_capacity_factor=1e308), ["moe_expert_capacity_factor", "1000000.0"]),
+    "bound beyond all": (moe(moe_receive_bound_factor=1e308), ["moe_receive_bound_factor", "1000000.0"]),
     "experts not by ep": (
         moe(expert_model_parallel_size=3),
         ["num_experts 8, expert_model_parallel_size 3", "one of 1, 2, 4, 8"],
