@@ -22,12 +22,16 @@ from jaxtyping import Array, Shaped
 
 from jmegatron.collectives import gather_sequence, reduce_scatter_to, vary_like
 from jmegatron.moe.dispatch import Received, take_rows
+from jmegatron.moe.router import ROUTED
 from jmegatron.ops.activations import activate, is_gated
 from jmegatron.partition import Initializer, ParameterSpec, Tree, zeros
 
-EXPERTS_EXCHANGED = ("expert_input", "expert_output")
+EXPERT_INPUT, EXPERT_OUTPUT = "expert_input", "expert_output"
 """Names of rows as they have come, and as they have come back (for the gradient of their weights)."""
-EXPERTS_KEPT = (*EXPERTS_EXCHANGED, "expert_pre_activation")
+_PRE_ACTIVATION = "expert_pre_activation"
+EXPERTS_EXCHANGED = (ROUTED, EXPERT_INPUT, EXPERT_OUTPUT)
+"""Names of what is kept so that nothing is sent again."""
+EXPERTS_KEPT = (*EXPERTS_EXCHANGED, _PRE_ACTIVATION)
 """Names of what selective recompute keeps of the layer: also the rows of the up projection."""
 _STEPS = (1.0, 1.125, 1.25, 1.5, 2.0, 3.0)
 """Sizes of the ladder over the balanced one; the last is the largest possible."""
@@ -115,12 +119,12 @@ def experts(
       sizes: see `ladder`.
     """
     # Gathered again in the backward rather than kept, as in `layers.linear`.
-    rows = checkpoint_name(rows, EXPERTS_EXCHANGED[0])
+    rows = checkpoint_name(rows, EXPERT_INPUT)
     whole = gather_sequence(rows, tensor_axis, 0)
     y = grouped_matmul(whole, parameters["up"]["kernel"], joined, sizes)
     if "bias" in parameters["up"]:
         y = y + _of_rows(parameters["up"]["bias"], joined, len(whole))
-    y = checkpoint_name(y, EXPERTS_KEPT[2])
+    y = checkpoint_name(y, _PRE_ACTIVATION)
 
     def down(parameters: Tree, y: Array) -> Array:
         y = activate(settings.activation, y)

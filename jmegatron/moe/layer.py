@@ -23,8 +23,8 @@ from jmegatron.moe.dispatch import (
     plan,
     within_capacity,
 )
-from jmegatron.moe.experts import EXPERTS_EXCHANGED, ExpertSettings, expert_specs, experts, ladder
-from jmegatron.moe.router import RouterSettings, Routing, route, router_specs
+from jmegatron.moe.experts import EXPERT_OUTPUT, ExpertSettings, expert_specs, experts, ladder
+from jmegatron.moe.router import ROUTED, RouterSettings, Routing, route, router_specs
 from jmegatron.partition import Initializer, Tree
 
 NUM_FIGURES = 3
@@ -154,11 +154,11 @@ def moe(
         batch_axes=parallel.batch_axes,
         padding=padding,
     )
-    kept = _kept(routing, settings, batch, padding)
+    kept = checkpoint_name(_kept(routing, settings, batch, padding), ROUTED)
     order = order_by_expert(routing.experts, kept, settings.router.num_experts)
     rows = permute(own.reshape(batch * seq, hidden), order)
     rows, overflow = _through_experts(parameters["experts"], rows, order.counts, settings, parallel, axis)
-    rows = checkpoint_name(rows, EXPERTS_EXCHANGED[1])
+    rows = checkpoint_name(rows, EXPERT_OUTPUT)
     y = combine(rows, routing.weights, order).reshape(own.shape)
     dropped = routing.counts.sum() - order.counts.sum() + overflow
     y = _with_losses(y, routing, dropped, settings.router, auxiliary_weight, figures_to)

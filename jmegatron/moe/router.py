@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Integer
 
@@ -22,7 +23,11 @@ from jmegatron.partition import Initializer, ParameterSpec, Tree, zeros
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
+ROUTED = "expert_choice"
+"""Name of the choice, which recomputation keeps: a logit that it rounded otherwise would move all rows behind."""
 _TINY = 1e-20
+_SCALE = 2.0**40
+"""Brings sums as small as _TINY to where the square that a quotient's derivative divides by is a number in fp32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,20 +151,27 @@ def choose(
     of sigmoid + bias; the weights are the sigmoids, divided by their sum if k > 1. Both times scaling_factor.
     """
     s = settings
+    top_k = lambda scores: checkpoint_name(_top_k(scores, s), ROUTED)  # noqa: E731
     if s.score_function == "softmax" and not s.pre_softmax:
-        experts = _top_k(logits, s)
+        experts = top_k(logits)
         weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, 1), -1)
     elif s.score_function == "softmax":
         scores = jax.nn.softmax(logits, -1)
-        experts = _top_k(scores, s)
+        experts = top_k(scores)
         weights = jnp.take_along_axis(scores, experts, 1)
     else:
         scores = jax.nn.sigmoid(logits)
-        experts = _top_k(scores if bias is None else scores + bias, s)
+        experts = top_k(scores if bias is None else scores + bias)
         weights = jnp.take_along_axis(scores, experts, 1)
         if s.top_k > 1:
-            weights = weights / (weights.sum(-1, keepdims=True) + _TINY)
+            weights = _normalised(weights)
     return experts, weights if s.scaling_factor is None else weights * s.scaling_factor
+
+
+def _normalised(scores: Array) -> Array:
+    """Returns scores / (their sum + _TINY)."""
+    scores = scores * _SCALE
+    return scores / (scores.sum(-1, keepdims=True) + _TINY * _SCALE)
 
 
 def _top_k(scores: Array, s: RouterSettings) -> Array:
@@ -194,8 +206,7 @@ def _balancing_loss(logits, counted, real: Array, s: RouterSettings, sequence_ax
     if s.score_function == "softmax":
         scores = jax.nn.softmax(logits, -1)
     else:
-        scores = jax.nn.sigmoid(logits)
-        scores = scores / (scores.sum(-1, keepdims=True) + _TINY)
+        scores = _normalised(jax.nn.sigmoid(logits))
     chosen = lax.top_k(lax.stop_gradient(scores), s.top_k)[1]
     counts = counted(chosen)
     sums = (scores.reshape(batch, seq, -1) * real[:, :, None]).sum(1)
@@ -217,4 +228,5 @@ def updated_bias(
 
     Communication: none; `counts` are of the whole global batch.
     """
-    return bias + rate * jnp.sign(counts.mean(-1, keepdims=True) - counts)
+    # Whole numbers, and exact below 2^24: a rounded mean is no expert's load.
+    return bias + rate * jnp.sign(counts.sum(-1, keepdims=True) - counts * counts.shape[-1])

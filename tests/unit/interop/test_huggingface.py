@@ -730,7 +730,9 @@ def test_a_model_that_no_config_of_theirs_describes_is_refused_and_its_option_na
 def test_a_mixture_of_experts_that_no_config_describes_is_compared_with_mixtral():
     change = dict(normalization="LayerNorm", activation="gelu_tanh", disable_bias_linear=False)
     config = config_of(options_of(CONFIG_JSON["mixtral"]) | change)
-    with pytest.raises(ConfigError, match="(?s)got: normalization LayerNorm, activation gelu_tanh, .*MixtralForCausalLM"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)got: normalization LayerNorm, activation gelu_tanh, .*MixtralForCausalLM"
+    ):
         write_config(config)
 
 

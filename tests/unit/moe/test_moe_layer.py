@@ -13,7 +13,7 @@ from jmegatron import partition
 from jmegatron.collectives import sum_over, vary
 from jmegatron.mesh import build_mesh
 from jmegatron.moe.dispatch import capacity_of, within_capacity
-from jmegatron.moe.experts import ExpertSettings, ladder
+from jmegatron.moe.experts import EXPERTS_EXCHANGED, ExpertSettings, ladder
 from jmegatron.moe.layer import NUM_FIGURES, ExpertParallel, MoESettings, moe, moe_specs
 from jmegatron.moe.router import RouterSettings
 
@@ -235,6 +235,17 @@ def test_capacity_keeps_the_largest_weights_or_the_first_places():
     np.testing.assert_array_equal(kept, [[False, True], [True, True], [False, True], [True, True]])
     first = within_capacity(experts, -jnp.arange(4.0)[:, None] * jnp.ones((1, 2)), jnp.ones((4, 2), bool), 3, 2)
     np.testing.assert_array_equal(first, [[True, True], [True, True], [False, True], [False, True]])
+
+
+def test_recompute_does_not_choose_again():
+    """Another rounding of a logit, or of a weight that decides who is dropped, would move the rows that were kept."""
+    settings = settings_of(router=RouterSettings(EXPERTS), capacity_factor=1.0)
+    kept = jax.checkpoint_policies.save_only_these_names(*EXPERTS_EXCHANGED)
+    layer = lambda p: moe(p, jnp.asarray(tokens()), settings, ExpertParallel(), axis=None).sum()  # noqa: E731
+    program = str(jax.make_jaxpr(jax.grad(jax.checkpoint(layer, policy=kept)))(start(settings)))
+    assert program.count("top_k[") == 1
+    # Forward the order within experts and that of all rows, and backward this one alone from the kept choice.
+    assert program.count(" sort[") == 3
 
 
 def test_the_ladder_starts_at_the_even_load_and_ends_at_all_that_can_come():

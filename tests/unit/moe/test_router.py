@@ -41,6 +41,30 @@ def test_one_sigmoid_is_not_normalised_and_the_factor_multiplies_it():
     np.testing.assert_allclose(weights, [[2.5 / (1 + np.exp(-1.2))]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("level", [-20.0, -45.0, -60.0])
+def test_sigmoids_that_are_nearly_zero_have_the_gradient_of_their_quotient(level):
+    """In fp32 the square of their sum is zero; numpy's float64 has no such end."""
+    logits = np.array([[level, level + 1.0, level - 3.0]])
+    weigh = np.array([1.0, -2.0])
+    settings = RouterSettings(3, score_function="sigmoid")
+    got = jax.grad(lambda x: (choose(x, settings)[1] * weigh).sum())(jnp.asarray(logits, jnp.float32))
+    x = logits[0, [1, 0]]
+    scores = 1 / (1 + np.exp(-x))
+    total = scores.sum() + 1e-20
+    wanted = (weigh / total - (weigh * scores).sum() / total**2) * scores * (1 - scores)
+    np.testing.assert_allclose(np.asarray(got)[0, [1, 0]], wanted, rtol=1e-4, atol=1e-12)
+    parameters = {"kernel": jnp.asarray(logits.T, jnp.float32).T}
+    loss = lambda p: route(p, jnp.ones((1, 2, 1)), RouterSettings(3, 1, "sigmoid", balancing="aux_loss")).balancing_loss  # noqa: E731
+    assert np.isfinite(jax.grad(loss)(parameters)["kernel"]).all()
+
+
+@pytest.mark.parametrize("number", [7, 60])
+def test_an_even_load_moves_no_bias(number):
+    for load in range(1, 400):
+        bias = updated_bias(jnp.zeros(number), jnp.full(number, float(load)), 1e-3)
+        assert not np.asarray(bias).any(), load
+
+
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 def test_groups_limit_the_choice_to_those_whose_best_experts_score_most(score_function):
     logits = np.random.default_rng(1).normal(size=(50, 12)).astype(np.float32)
