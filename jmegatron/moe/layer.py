@@ -154,7 +154,7 @@ def moe(
         batch_axes=parallel.batch_axes,
         padding=padding,
     )
-    kept = checkpoint_name(_kept(routing, settings, batch, padding), ROUTED)
+    kept = _kept(routing, settings, batch, padding)
     order = order_by_expert(routing.experts, kept, settings.router.num_experts)
     rows = permute(own.reshape(batch * seq, hidden), order)
     rows, overflow = _through_experts(parameters["experts"], rows, order.counts, settings, parallel, axis)
@@ -185,7 +185,8 @@ def _kept(routing: Routing, settings: MoESettings, batch: int, padding: Array | 
         place = jnp.arange(tokens).reshape(batch, -1)
         early = place % place.shape[1] * batch + place // place.shape[1]
         priority = jnp.broadcast_to(-early.reshape(-1, 1).astype(jnp.float32), (tokens, k))
-    return within_capacity(routing.experts, jax.lax.stop_gradient(priority), kept, number, capacity)
+    kept = within_capacity(routing.experts, jax.lax.stop_gradient(priority), kept, number, capacity)
+    return checkpoint_name(kept, ROUTED)
 
 
 def _through_experts(

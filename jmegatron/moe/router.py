@@ -228,5 +228,7 @@ def updated_bias(
 
     Communication: none; `counts` are of the whole global batch.
     """
-    # Whole numbers, and exact below 2^24: a rounded mean is no expert's load.
-    return bias + rate * jnp.sign(counts.sum(-1, keepdims=True) - counts * counts.shape[-1])
+    # In whole numbers: a rounded mean is no expert's load.
+    whole, experts = counts.astype(jnp.int32), counts.shape[-1]
+    total = whole.sum(-1, keepdims=True)
+    return bias + rate * jnp.sign(2 * (total // experts - whole) + (total % experts > 0))

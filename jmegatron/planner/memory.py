@@ -219,7 +219,12 @@ def _kept_of_experts(shape: GPTShape, layout: Layout) -> dict[str, float]:
     assert experts is not None
     kept = {"expert_pre_activation": e * rows.joined * expert_inner_width(shape, layout)}
     if layout.recompute is not None:
-        return kept | {"expert_input": e * rows.received * h, "expert_output": e * rows.sent * h}
+        choice = 4.0 if experts.capacity_factor is None else 5.0  # int32, and with a capacity whether it is kept
+        return kept | {
+            "expert_input": e * rows.received * h,
+            "expert_output": e * rows.sent * h,
+            "routing": choice * rows.sent,
+        }
     kept |= {
         "expert_input": e * rows.joined * h,  # gathered over tp
         "expert_output": 4.0 * rows.sent * h,  # as the weights multiply it

@@ -278,10 +278,9 @@ class Trainer:
             with self._straggler.waiting():
                 loss = float(metrics["loss"])
             self._num_nan += not math.isfinite(loss)
-            if "dropped_tokens" in metrics:
-                self._dropped += int(metrics["dropped_tokens"])
             if self.program.config.training.check_for_nan_in_loss_and_grad:
                 check_finite(self.program, step, loss, metrics)
+            self._dropped += int(metrics.get("dropped_tokens", 0))
 
     def _loader(self) -> GlobalBatchLoader:
         """Returns the training batches from here on; threads put them onto the devices ahead of the steps."""

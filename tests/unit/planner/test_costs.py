@@ -252,11 +252,15 @@ def test_units_and_blocks_of_full_recompute_keep_by_the_chunk():
             "--recompute-granularity selective --recompute-modules core_attn mlp --moe-receive-bound-factor 1.5",
             0,
         ),
+        (f"{EXPERTS} {EP} 2 --recompute-granularity selective --moe-expert-capacity-factor 1.5", 0),
         # What the router keeps beside it: counts, offsets, and with experts' biases nothing of its scores.
         (f"{EXPERTS} {EP} 2 {TP} 2 --sequence-parallel", 0.01),
         (f"{EXPERTS} {EP} 4 --moe-layer-freq [0,1]*2 --moe-expert-capacity-factor 1.5", 0.02),
     ],
-    ids=["selective", "shared expert", "whole experts, bound, mlp", "no recompute", "in every second layer"],
+    ids=[
+        *("selective", "shared expert", "whole experts, bound, mlp", "capacity"),
+        *("no recompute", "in every second layer"),
+    ],
 )
 def test_kept_activations_of_experts_are_what_the_traced_step_carries(words, left_out):
     program, shape, layout = planned(f"{PP} 2 --bf16 --hidden-dropout 0 --attention-dropout 0 {words}")
