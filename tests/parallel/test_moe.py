@@ -207,8 +207,10 @@ def test_four_steps_are_two_and_two_bit_for_bit(layout, tmp_path):
         np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
     bias = expected["parameters/layers/moe/router/expert_bias"]
     assert bias.dtype == np.float32
-    # Each step moved it by the rate, up or down.
-    assert np.abs(bias).max() == pytest.approx(4e-3, rel=0.5)
+    # Each of the four steps moved it by the rate, up or down, or not at all.
+    moves = bias / 1e-3
+    np.testing.assert_allclose(moves, np.round(moves), atol=1e-3)
+    assert 1 <= np.abs(np.round(moves)).max() <= 4
     assert any("moe_aux_loss" in line for line in whole.steps.values())
 
 
