@@ -60,7 +60,7 @@ class ParameterSpec:
     """(dim, number of its entries that count): the others are padding, zero from the start on, and no update moves
     them. None: all count."""
     undivided: tuple[int, ...] = ()
-    """Dims of `shape` that no data axis divides."""
+    """Dims of `shape` that no data axis divides: `canonical` marks those of which it has cut padding."""
     fp32: bool = False
     """Whether a step computes with it in fp32, whatever the compute dtype is."""
     stacked: tuple[tuple[int, ...], ...] = ()
@@ -135,7 +135,7 @@ def canonical(spec: ParameterSpec, sizes: Mapping[str, int]) -> ParameterSpec:
             moved += [axis for entry in entries[:lead] for axis in axes_of(entry)]
             entries[:lead] = [None] * lead
         shape[:lead], entries[:lead] = [len(order)], entries[lead - 1 : lead]
-        stacked, undivided = (tuple(range(len(order))),), tuple(dim - lead + 1 for dim in undivided)
+        stacked = (tuple(range(len(order))),)
     if spec.padded is not None:
         dim, count = spec.padded
         dim += 1 - lead if stacked else 0
